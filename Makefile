@@ -1,0 +1,36 @@
+# Two commands are enough on a fresh machine: `make demo` and `make test`.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+BIN := .venv/bin
+
+.PHONY: demo test lint format test-engines bench clean
+
+.venv/ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "warmroute needs Python 3.11 or newer: install one, or run make PYTHON=/path/to/python"; exit 1; }
+	@echo "setting up .venv ..."
+	@$(PYTHON) -m venv .venv || { echo "python cannot make a virtual environment: on Debian or Ubuntu, apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: .venv/ready
+	@$(BIN)/warmroute demo $(ARGS)
+
+lint: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-engines: .venv/ready
+	$(BIN)/python -m pytest -m engines tests/real_engines $(ARGS)
+
+bench: .venv/ready
+	$(BIN)/python -m load_tests.bench $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench.json

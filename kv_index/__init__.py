@@ -1,0 +1,1 @@
+"""Who holds which prefix: pure data structures, no I/O, no clock (time is an argument)."""
