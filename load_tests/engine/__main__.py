@@ -1,0 +1,107 @@
+"""``python -m load_tests.engine --port P --dialect vllm ...``: one simulated engine as a process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+
+import uvloop
+
+from load_tests.engine import Engine, EngineOptions
+from load_tests.engine.options import DIALECTS, ROLES, OptionError
+from load_tests.engine.physics import Rates
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(
+        prog="python -m load_tests.engine", description="One simulated LLM engine over HTTP."
+    )
+    add = arguments.add_argument
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=0, help="0 takes a free one")
+    add("--dialect", choices=DIALECTS, default="vllm")
+    add("--role", choices=ROLES, default="unified")
+    add("--model", action="append", metavar="NAME", help="served model; may be given several times")
+    add("--lora", action="append", default=[], metavar="NAME", help="adapter of the first model; likewise")
+    add("--kv-tokens", type=int, default=131_072, metavar="N", help="room for KV")
+    add("--block-size", type=int, default=0, metavar="N", help="KV block or page; 0 is the dialect's own")
+    add("--max-running", type=int, default=64, metavar="N", help="sequences in a batch, or slots")
+    add("--chunk-tokens", type=int, default=2048, metavar="N", help="tokens of one step")
+    add("--max-queued", type=int, default=None, metavar="N", help="waiting requests; absent: unbounded")
+    add("--context-length", type=int, default=0, metavar="N", help="0: the smaller of 32768 and the KV")
+    add("--api-key", default=None)
+    add("--time-scale", type=float, default=1.0, metavar="X", help="0.1 is ten times faster, 0 does not wait")
+    add("--no-usage-details", action="store_true", help="usage without cached tokens")
+    add("--no-prefix-cache", action="store_true")
+    add("--no-metrics", action="store_true")
+    add("--seed", type=int, default=0, help="engines with one seed answer a prompt alike")
+    rates = Rates()
+    add("--step-seconds", type=float, default=rates.base, metavar="S", help="one step, before what is in it")
+    add("--token-seconds", type=float, default=rates.token, metavar="S", help="one uncached prompt token")
+    add("--decode-seconds", type=float, default=rates.decode, metavar="S", help="one sequence's decode in a step")
+    add("--attention-seconds", type=float, default=rates.attention, metavar="S", help="one query-key pair")
+    return arguments
+
+
+def options_from(arguments: argparse.Namespace) -> EngineOptions:
+    """The options that the flags mean; OptionError if no engine can be started with them."""
+    return EngineOptions(
+        port=arguments.port,
+        host=arguments.host,
+        dialect=arguments.dialect,
+        role=arguments.role,
+        models=arguments.model or ["sim"],
+        loras=arguments.lora,
+        kv_tokens=arguments.kv_tokens,
+        block_size=arguments.block_size,
+        max_running=arguments.max_running,
+        chunk_tokens=arguments.chunk_tokens,
+        max_queued=arguments.max_queued,
+        context_length=arguments.context_length,
+        api_key=arguments.api_key,
+        time_scale=arguments.time_scale,
+        usage_details=not arguments.no_usage_details,
+        prefix_cache=not arguments.no_prefix_cache,
+        metrics=not arguments.no_metrics,
+        seed=arguments.seed,
+        rates=Rates(
+            arguments.step_seconds, arguments.token_seconds, arguments.decode_seconds, arguments.attention_seconds
+        ),
+    )
+
+
+async def serve(options: EngineOptions) -> None:
+    """Run until SIGINT or SIGTERM, then stop gracefully; a second signal kills."""
+    engine = await Engine.start(options)
+    print(f"listening on {engine.url}", flush=True)
+    signals: asyncio.Queue[None] = asyncio.Queue()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
+    await signals.get()
+    stopping = asyncio.ensure_future(engine.stop())
+    again = asyncio.ensure_future(signals.get())
+    await asyncio.wait((stopping, again), return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not stopping.done():
+        stopping.cancel()
+        await engine.kill()
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser()
+    try:
+        options = options_from(arguments.parse_args(argv))
+    except OptionError as error:
+        arguments.error(str(error))
+    try:
+        uvloop.run(serve(options))
+    except OSError as error:
+        print(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

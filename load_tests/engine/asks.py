@@ -1,0 +1,118 @@
+"""Reading what every kind of request has in common: limits, sampling, model, cache namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from load_tests.engine.errors import ApiError
+from load_tests.engine.options import EngineOptions
+from load_tests.engine.replies import Wanted
+from load_tests.engine.template import JSON
+
+
+def integer(body: JSON, key: str, least: int) -> int | None:
+    """An integer field, None if absent or null; 400 if it is something else or below ``least``."""
+    value = body.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ApiError(400, f"{key} must be an integer, got {value!r}", param=key)
+    if value < least:
+        raise ApiError(400, f"{key} must be at least {least}, got {value}.", param=key)
+    return value
+
+
+def resolve_model(options: EngineOptions, body: JSON) -> tuple[str, str]:
+    """(name to answer with, adapter or ""). vLLM and plain OpenAI know their models; the others accept any name."""
+    name = body.get("model")
+    if name is None or name == "":
+        return options.models[0], ""
+    if not isinstance(name, str):
+        raise ApiError(400, "model must be a string", param="model")
+    if name in options.loras:
+        return name, name
+    if options.dialect == "sglang" and ":" in name and name.split(":", 1)[1] in options.loras:
+        return name, name.split(":", 1)[1]
+    if name not in options.models and options.dialect in ("vllm", "openai"):
+        aliases = ", ".join((*options.models, *options.loras))
+        raise ApiError(404, f"The model `{name}` does not exist. Valid aliases: {aliases}", param="model")
+    return name, ""
+
+
+def namespace_of(options: EngineOptions, body: JSON, adapter: str) -> str:
+    """What keeps this request's KV apart: adapter, salt, and on SGLang the extra key."""
+    parts = [adapter]
+    for key in ("cache_salt", "extra_key") if options.dialect == "sglang" else ("cache_salt",):
+        value = body.get(key)
+        if value is not None and not isinstance(value, str):
+            raise ApiError(400, f"{key} must be a string", param=key)
+        parts.append(value or "")
+    return "\x1f".join(parts) if any(parts) else ""
+
+
+def overflow(dialect: str, limit: int, prompt: int) -> ApiError:
+    """The prompt alone is longer than the context."""
+    if dialect == "sglang":
+        return ApiError(400, f"The input ({prompt} tokens) is longer than the model's context length ({limit} tokens).")
+    if dialect == "llamacpp":
+        message = f"request ({prompt} tokens) exceeds the available context size ({limit} tokens), try increasing it"
+        return ApiError(400, message, kind="exceed_context_size_error")
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {prompt} input tokens, "
+        "which exceeds this limit even without any output tokens. Please reduce the length of the input prompt."
+    )
+    return ApiError(400, message, param="input_tokens")
+
+
+def wanted_tokens(options: EngineOptions, prompt: int, asked: int | None) -> int:
+    """How many tokens may be generated after ``prompt`` tokens; 400 when prompt and ``asked`` overflow the context."""
+    limit = options.context_length
+    if prompt >= limit:
+        raise overflow(options.dialect, limit, prompt)
+    if asked is None or options.dialect == "llamacpp":
+        return limit - prompt if asked is None else min(asked, limit - prompt)
+    if prompt + asked > limit:
+        if options.dialect == "sglang":
+            message = (
+                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
+                f"total of {prompt + asked} tokens: {prompt} tokens from the input messages and {asked} tokens for the "
+                "completion. Please reduce the number of tokens in the input messages or the completion to fit."
+            )
+            raise ApiError(400, message)
+        message = (
+            f"'max_tokens' or 'max_completion_tokens' is too large: {asked}. This model's maximum context length is "
+            f"{limit} tokens and your request has {prompt} input tokens ({asked} > {limit} - {prompt})."
+        )
+        raise ApiError(400, message, param="max_tokens")
+    return asked
+
+
+def sampling(body: JSON, prompt: Sequence[int], options: EngineOptions, asked: int | None) -> Wanted:
+    """What OpenAI's bodies say of the reply, tools apart; ``asked`` is the limit that the surface read."""
+    temperature = body.get("temperature")
+    if isinstance(temperature, int | float) and temperature < 0:
+        raise ApiError(400, f"temperature must be non-negative, got {temperature}.", param="temperature")
+    stop = body.get("stop")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(isinstance(item, str) for item in stops):
+        raise ApiError(400, "stop must be a string or a list of strings", param="stop")
+    return Wanted(
+        max_tokens=wanted_tokens(options, len(prompt), asked),
+        min_tokens=integer(body, "min_tokens", 0) or 0,
+        ignore_eos=bool(body.get("ignore_eos")),
+        stop=stops,
+        seed=integer(body, "seed", -(2**63)),
+        schema=response_schema(body.get("response_format")),
+    )
+
+
+def response_schema(response_format: Any) -> JSON | None:
+    if not isinstance(response_format, dict):
+        return None
+    if response_format.get("type") == "json_schema":
+        schema = (response_format.get("json_schema") or {}).get("schema")
+        return schema if isinstance(schema, dict) else {"type": "object"}
+    if response_format.get("type") == "json_object":
+        return {"type": "object", "properties": {"answer": {"type": "string"}}}
+    return None

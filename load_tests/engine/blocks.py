@@ -1,0 +1,132 @@
+"""vLLM's paged KV cache: blocks with reference counts, chained hashes, and a free list in order of last use.
+
+A block is cached when it is full, under a hash of its tokens and of its parent's hash, so a hash names a whole
+prefix. A block nobody references stays cached and waits in the free list; allocation takes the list's head and
+forgets what was there. A finished sequence gives its blocks back tail first: of one prefix the end goes before the
+start. A hit ends at ``(n - 1) // block_size * block_size``: the last token must be computed to get logits.
+(vLLM 0.33, v1/core/block_pool.py and kv_cache_manager.py.)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from load_tests.engine.cache import Holding, KVCache
+
+
+def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """16 bytes that name the prefix ending with this block; ``parent`` is b"" plus the namespace at the root."""
+    return blake2b(parent + array("Q", tokens).tobytes(), digest_size=16).digest()
+
+
+class BlockCache(KVCache):
+    """Full blocks only. One digest may live in several blocks: two equal prompts can compute the same block at once."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16, *, reuse: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.reuse = reuse
+        self._refs = [0] * num_blocks
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self._copies: dict[bytes, list[int]] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def used_blocks(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def cached_blocks(self) -> int:
+        return sum(len(copies) for copies in self._copies.values())
+
+    @property
+    def evictable_blocks(self) -> int:
+        return sum(1 for block in self._free if self._digest[block] is not None)
+
+    def match(self, holding: Holding, tokens: Sequence[int]) -> int:
+        if not self.reuse:
+            return 0
+        limit = (len(tokens) - 1) // self.block_size
+        self._hash_upto(holding, tokens, limit)
+        hit = 0
+        while hit < limit and holding.digests[hit] in self._copies:
+            hit += 1
+        return hit * self.block_size
+
+    def open(self, holding: Holding, tokens: Sequence[int], hit: int, upto: int) -> bool:
+        shared = [self._copies[digest][0] for digest in holding.digests[: hit // self.block_size]]
+        revived = sum(1 for block in shared if self._refs[block] == 0)
+        if self._blocks_for(upto) - len(shared) + revived > len(self._free):
+            return False
+        for block in shared:
+            if self._refs[block] == 0:
+                del self._free[block]
+            self._refs[block] += 1
+        holding.blocks, holding.published, holding.open = shared, len(shared), True
+        return self.grow(holding, tokens, upto)
+
+    def grow(self, holding: Holding, tokens: Sequence[int], upto: int) -> bool:
+        missing = self._blocks_for(upto) - len(holding.blocks)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            holding.blocks.append(self._take())
+        if self.reuse and upto // self.block_size > holding.published:
+            self._publish(holding, tokens, upto // self.block_size)
+        return True
+
+    def commit(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+        """Nothing to do: as in vLLM, a block is published when the step that fills it is scheduled."""
+
+    def close(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+        for block in reversed(holding.blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._free[block] = None
+                if self._digest[block] is None:
+                    # A block without contents is the best one to take next.
+                    self._free.move_to_end(block, last=False)
+        holding.blocks, holding.published, holding.open = [], 0, False
+
+    def clear(self) -> bool:
+        if self.used_blocks:
+            return False
+        self._copies.clear()
+        self._digest = [None] * self.num_blocks
+        return True
+
+    def recount(self, holdings: Iterable[Holding]) -> int:
+        return len({block for holding in holdings for block in holding.blocks})
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _hash_upto(self, holding: Holding, tokens: Sequence[int], blocks: int) -> None:
+        size, digests = self.block_size, holding.digests
+        for index in range(len(digests), blocks):
+            parent = digests[-1] if digests else holding.namespace.encode()
+            digests.append(block_digest(parent, tokens[index * size : (index + 1) * size]))
+
+    def _publish(self, holding: Holding, tokens: Sequence[int], full: int) -> None:
+        self._hash_upto(holding, tokens, full)
+        for index in range(holding.published, full):
+            block, digest = holding.blocks[index], holding.digests[index]
+            self._digest[block] = digest
+            self._copies.setdefault(digest, []).append(block)
+        holding.published = full
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        digest = self._digest[block]
+        if digest is not None:
+            copies = self._copies[digest]
+            copies.remove(block)
+            if not copies:
+                del self._copies[digest]
+            self._digest[block] = None
+            self.evicted_blocks += 1
+        self._refs[block] = 1
+        return block

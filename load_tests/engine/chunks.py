@@ -1,0 +1,174 @@
+"""OpenAI objects, field for field as vLLM 0.33, SGLang 0.5.23 and llama.cpp print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from load_tests.engine.replies import Reply
+from load_tests.engine.tokens import IM_END
+from load_tests.engine.wire import encode, event
+
+VLLM_FINGERPRINT = "vllm-0.33.0-tp1-sim"
+
+
+def call_object(reply: Reply, number: int) -> dict[str, Any]:
+    call = reply.calls[number]
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def matched_of(reply: Reply, reason: str) -> str | int | None:
+    """SGLang's matched_stop: the stop string, or the end token's id."""
+    return reply.stop_reason or (IM_END if reason in ("stop", "tool_calls") else None)
+
+
+def chat_choice(dialect: str, index: int, reply: Reply, reason: str) -> dict[str, Any]:
+    calls = [call_object(reply, number) for number in range(len(reply.calls))]
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content if not calls else None}
+    choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+    if dialect == "vllm":
+        message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": calls}
+        message["reasoning"] = None
+        choice |= {"stop_reason": reply.stop_reason, "token_ids": None}
+    elif dialect == "sglang":
+        message |= {"reasoning_content": None, "tool_calls": calls or None}
+        choice["matched_stop"] = matched_of(reply, reason)
+    else:
+        if calls:
+            message["tool_calls"] = calls
+        if dialect == "llamacpp":
+            del choice["logprobs"]
+    return choice
+
+
+def completion_choice(dialect: str, index: int, reply: Reply, reason: str) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "text": reply.text, "logprobs": None, "finish_reason": reason}
+    if dialect == "vllm":
+        choice |= {"stop_reason": reply.stop_reason, "token_ids": None, "prompt_logprobs": None}
+    elif dialect == "sglang":
+        choice["matched_stop"] = matched_of(reply, reason)
+    return choice
+
+
+class _Chunks:
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, dialect: str, name: str, created: int, model: str) -> None:
+        self.dialect = dialect
+        self._head = {"id": name, "object": self.chunk_kind, "created": created, "model": model}
+        self._prefix = b"data: " + encode(self._head)[:-1]
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        answer = {**self._head, "object": self.kind, "choices": choices}
+        if self.dialect == "vllm":
+            answer |= {"service_tier": None, "system_fingerprint": VLLM_FINGERPRINT, "usage": usage}
+            answer |= {"prompt_logprobs": None, "prompt_token_ids": None, "kv_transfer_params": None}
+        elif self.dialect == "sglang":
+            answer |= {"usage": usage, "metadata": {"weight_version": "default"}}
+        else:
+            answer |= {"system_fingerprint": "sim", "usage": usage}
+        return answer
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        chunk = {**self._head, "choices": [], "usage": usage}
+        if self.dialect == "vllm":
+            chunk["system_fingerprint"] = VLLM_FINGERPRINT
+        return event(chunk)
+
+    def _fast(self, before: bytes, text: str, after: bytes) -> bytes:
+        """The hot path: one JSON string between constants, instead of an object built and encoded for every token."""
+        return b"".join((self._prefix, before, encode(text), after))
+
+
+class ChatChunks(_Chunks):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def start(self, index: int) -> bytes:
+        choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        choice["finish_reason"] = None
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self.dialect == "vllm":
+            chunk |= {"prompt_token_ids": None, "prompt_text": None}
+        elif self.dialect == "sglang":
+            choice["delta"] = {"reasoning_content": None, **choice["delta"]}
+            choice["matched_stop"] = None
+        elif self.dialect == "llamacpp":
+            choice["delta"] = {"role": "assistant", "content": None}
+            del choice["logprobs"]
+        return event(chunk)
+
+    def tokens(self, index: int, reply: Reply, start: int, end: int) -> Iterator[bytes]:
+        """Events for tokens ``start:end``: neighbours of one kind are one event."""
+        text = ""
+        arguments = ""
+        for part in reply.parts[start:end]:
+            if part.kind == "text":
+                text += part.text
+            elif part.kind == "arguments":
+                arguments += part.text
+            elif part.kind == "tool":
+                call = call_object(reply, part.call)
+                call["function"] = {"name": part.text, "arguments": ""}
+                yield self._tool(index, {"index": part.call, **call})
+        if text:
+            yield self._content(index, text)
+        if arguments:
+            yield self._tool(index, {"index": 0, "function": {"arguments": arguments}})
+
+    def finish(self, index: int, reason: str, reply: Reply, extra: dict[str, Any]) -> bytes:
+        choice: dict[str, Any] = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice], **extra}
+        if self.dialect == "vllm":
+            choice["delta"] = {"content": ""}
+            choice |= {"stop_reason": reply.stop_reason, "token_ids": None, "weight_versions": None}
+            chunk |= {"system_fingerprint": VLLM_FINGERPRINT, "kv_transfer_params": None}
+        elif self.dialect == "sglang":
+            choice["delta"] = {"reasoning_content": None}
+            choice["matched_stop"] = matched_of(reply, reason)
+        return event(chunk)
+
+    def _content(self, index: int, text: str) -> bytes:
+        number = str(index).encode()
+        if self.dialect == "sglang":
+            before = b',"choices":[{"index":' + number + b',"delta":{"reasoning_content":null,"content":'
+            return self._fast(before, text, b'},"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n')
+        before = b',"choices":[{"index":' + number + b',"delta":{"content":'
+        if self.dialect == "vllm":
+            after = b'},"logprobs":null,"finish_reason":null,"token_ids":null}],"kv_transfer_params":null}\n\n'
+        else:
+            after = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+        return self._fast(before, text, after)
+
+    def _tool(self, index: int, call: dict[str, Any]) -> bytes:
+        choice: dict[str, Any] = {"index": index, "delta": {"tool_calls": [call]}, "logprobs": None}
+        choice["finish_reason"] = None
+        if self.dialect == "sglang":
+            choice["delta"] = {"reasoning_content": None, **choice["delta"]}
+            choice["matched_stop"] = None
+        return event({**self._head, "choices": [choice]})
+
+
+class CompletionChunks(_Chunks):
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def start(self, index: int) -> bytes:
+        return b""
+
+    def tokens(self, index: int, reply: Reply, start: int, end: int) -> Iterator[bytes]:
+        text = "".join(part.text for part in reply.parts[start:end])
+        if text:
+            before = b',"choices":[{"index":' + str(index).encode() + b',"text":'
+            after = b',"logprobs":null,"finish_reason":null'
+            after += {"vllm": b',"stop_reason":null', "sglang": b',"matched_stop":null'}.get(self.dialect, b"")
+            yield self._fast(before, text, after + b"}]}\n\n")
+
+    def finish(self, index: int, reason: str, reply: Reply, extra: dict[str, Any]) -> bytes:
+        choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
+        if self.dialect == "vllm":
+            choice["stop_reason"] = reply.stop_reason
+        elif self.dialect == "sglang":
+            choice["matched_stop"] = matched_of(reply, reason)
+        return event({**self._head, "choices": [choice], **extra})

@@ -1,0 +1,124 @@
+"""Runs a scheduler in real time: one task, asleep whenever there is no work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from load_tests.engine.replies import Reply
+from load_tests.engine.scheduler import Scheduler, Work
+
+
+class Progress(NamedTuple):
+    """Tokens ``start:end`` of one choice's reply are there; ``ended`` says that no more will come."""
+
+    choice: int
+    start: int
+    end: int
+    ended: bool
+
+
+class Job:
+    """One request in the engine: a sequence for each prompt and choice, in order of ``index``."""
+
+    def __init__(self, driver: Driver, works: Sequence[Work], replies: Sequence[Reply]) -> None:
+        self.works = list(works)
+        self.replies = list(replies)
+        self._driver = driver
+        self._taken = [0] * len(works)
+        self._fresh: dict[int, None] = {}
+        self._open = len(works)
+        self._waiter: asyncio.Future[None] | None = None
+        for index, work in enumerate(self.works):
+            work.owner = (self, index)
+
+    def notify(self, index: int) -> None:
+        self._fresh[index] = None
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def progress(self) -> AsyncIterator[Progress]:
+        """What came, as it comes; tokens that came while the reader was busy arrive together."""
+        while self._open:
+            if not self._fresh:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            fresh, self._fresh = self._fresh, {}
+            for index in fresh:
+                work = self.works[index]
+                start, self._taken[index] = self._taken[index], work.emitted
+                ended = work.state in ("finished", "aborted")
+                self._open -= ended
+                yield Progress(index, start, work.emitted, ended)
+
+    async def wait(self) -> None:
+        """Until every sequence has ended."""
+        async for _ in self.progress():
+            pass
+
+    def abort(self) -> None:
+        """Free whatever still runs or waits; a reader sees it end."""
+        for index, work in enumerate(self.works):
+            if work.state in ("waiting", "running"):
+                self._driver.scheduler.abort(work)
+                self.notify(index)
+
+    def reason(self, index: int) -> str:
+        """Why sequence ``index`` ended: stop, length, tool_calls or abort."""
+        return "abort" if self.works[index].state == "aborted" else self.replies[index].finish
+
+    @property
+    def aborted(self) -> bool:
+        return any(work.state == "aborted" for work in self.works)
+
+
+class Driver:
+    """``time_scale`` multiplies every step's duration."""
+
+    # A loop that falls behind catches up over the next steps, but never by more than this many seconds.
+    SLACK = 0.05
+
+    def __init__(self, scheduler: Scheduler, time_scale: float) -> None:
+        self.scheduler = scheduler
+        self.time_scale = time_scale
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def submit(self, job: Job) -> None:
+        """Queue every sequence of a job, or none: QueueFull from the scheduler leaves nothing behind."""
+        now = asyncio.get_running_loop().time()
+        try:
+            for work in job.works:
+                self.scheduler.submit(work, now)
+        except Exception:
+            job.abort()
+            raise
+        self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            if not self.scheduler.busy:
+                self._wake.clear()
+                await self._wake.wait()
+                due = loop.time()
+            now = loop.time()
+            step = self.scheduler.plan(now)
+            due = max(due, now - self.SLACK) + step.seconds * self.time_scale
+            await asyncio.sleep(max(0.0, due - now))
+            for work in self.scheduler.complete(step, loop.time()):
+                job, index = work.owner
+                job.notify(index)

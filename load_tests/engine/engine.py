@@ -1,0 +1,167 @@
+"""A simulated engine with its socket: start it, stop it, kill it, order faults, read its accounting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from load_tests.engine import sim
+from load_tests.engine.core import Core
+from load_tests.engine.faults import Faults
+from load_tests.engine.http import build
+from load_tests.engine.options import EngineOptions
+from load_tests.engine.routes import ROUTES
+from load_tests.engine.wire import reset_transport
+
+DRAIN_SECONDS = 30.0
+
+
+class _Refusal(asyncio.Protocol):
+    """A connection that is reset as soon as it is accepted."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        reset_transport(transport)
+
+
+class Engine:
+    """One engine in the running event loop: ``engine = await Engine.start(EngineOptions(...))``.
+
+    ``port`` and ``url`` are those it listens on; ``faults`` orders faults from code.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.core = Core(options, self._faults_changed)
+        self.port = options.port
+        self._server: asyncio.Server | None = None
+        self._runner: web.AppRunner | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @classmethod
+    async def start(cls, options: EngineOptions) -> Engine:
+        """Listen and serve; OSError if the port is taken."""
+        engine = cls(options)
+        routes = [*ROUTES, *sim.routes(lambda seconds: engine._spawn(engine.restart(seconds)))]
+        engine._runner = web.AppRunner(
+            build(engine.core, routes), handler_cancellation=True, access_log=None, shutdown_timeout=DRAIN_SECONDS
+        )
+        await engine._runner.setup()
+        engine.core.driver.start()
+        try:
+            await engine._listen()
+        except OSError:
+            await engine.kill()
+            raise
+        return engine
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.options.host}:{self.port}"
+
+    @property
+    def faults(self) -> Faults:
+        return self.core.faults
+
+    def stats(self) -> dict[str, int]:
+        """What GET /sim/stats answers."""
+        return self.core.stats()
+
+    async def stop(self) -> None:
+        """Accept nothing more, let what runs finish for at most DRAIN_SECONDS, then close."""
+        self._closed = True
+        self._stop_listening()
+        for connection in self._connections():
+            connection.close()
+        for _ in range(int(DRAIN_SECONDS * 100)):
+            if not self.core.scheduler.busy:
+                break
+            await asyncio.sleep(0.01)
+        await self._cleanup()
+
+    async def kill(self) -> None:
+        """Reset every connection and stop, as a process that dies."""
+        self._closed = True
+        self._stop_listening()
+        self._reset_connections()
+        await self._cleanup()
+
+    async def restart(self, seconds: float = 0.0) -> None:
+        """Reset every connection, refuse new ones for ``seconds``, and come back on the same port with nothing cached."""
+        self._stop_listening()
+        self._reset_connections()
+        await self.core.driver.stop()
+        await asyncio.sleep(seconds)
+        if self._closed:
+            return
+        self.core.reset()
+        self.core.driver.start()
+        await self._listen()
+
+    async def _cleanup(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self.core.driver.stop()
+
+    async def _listen(self) -> None:
+        if self._server is not None or self._closed or self._refusing():
+            return
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            self._accept, self.options.host, self.port, reuse_address=True, backlog=1024
+        )
+        bound: socket.socket = self._server.sockets[0]
+        self.port = bound.getsockname()[1]
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        assert self._runner is not None
+        assert self._runner.server is not None
+        if self.faults.take("refuse") is not None:
+            return _Refusal()
+        return self._runner.server()
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _connections(self) -> list[RequestHandler]:
+        if self._runner is None or self._runner.server is None:
+            return []
+        return list(self._runner.server.connections)
+
+    def _reset_connections(self) -> None:
+        for connection in self._connections():
+            reset_transport(connection.transport)
+
+    def _refusing(self) -> bool:
+        fault = self.faults.standing("refuse")
+        return fault is not None and fault.count is None
+
+    def _faults_changed(self) -> None:
+        """Close the listener while a refusal without count stands; idle connections go with any refusal."""
+        fault = self.faults.standing("refuse")
+        if fault is not None and self._timer is None and fault.seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(fault.seconds, self._refusal_over, fault)
+        if self._refusing():
+            self._stop_listening()
+        elif self._server is None and self._runner is not None:
+            self._spawn(self._listen())
+
+    def _refusal_over(self, fault: object) -> None:
+        self._timer = None
+        self.faults.remove(fault)  # type: ignore[arg-type]
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,225 @@
+"""What an engine tells of itself: models, health, versions, load, metrics, tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from load_tests.engine import metrics
+from load_tests.engine.core import Core
+from load_tests.engine.errors import ApiError
+from load_tests.engine.openai import messages_of, tools_of
+from load_tests.engine.slots import SlotCache
+from load_tests.engine.template import JSON, TemplateError, render_tokens
+from load_tests.engine.tokens import detokenize, is_tokens, piece_of, tokenize
+from load_tests.engine.wire import Call
+
+VLLM_VERSION = "0.33.0"
+SGLANG_VERSION = "0.5.23"
+# SGLang's health check waits for a reply of the scheduler and polls once a second.
+SGLANG_HEALTH_SECONDS = 1.0
+
+
+async def models(core: Core, call: Call) -> web.StreamResponse:
+    options = core.options
+    owner = {"llamacpp": "llamacpp", "openai": "system"}.get(options.dialect, options.dialect)
+    listed: list[JSON] = []
+    for name in (*options.models, *options.loras):
+        parent = options.models[0] if name in options.loras else None
+        entry: JSON = {"id": name, "object": "model", "created": int(core.started), "owned_by": owner}
+        if options.dialect in ("vllm", "sglang"):
+            entry |= {"root": name, "parent": parent, "max_model_len": options.context_length}
+        elif options.dialect == "llamacpp":
+            entry["meta"] = {"n_ctx_train": options.context_length}
+        listed.append(entry)
+    return await call.json({"object": "list", "data": listed})
+
+
+async def health(core: Core, call: Call) -> web.StreamResponse:
+    """SGLang's answer takes at least a second of engine time; the others' is immediate."""
+    fault = core.faults.take("slow_health")
+    wait = (fault.seconds or 0.0) if fault else 0.0
+    if core.options.dialect == "sglang" and call.request.path != "/ping":
+        wait += SGLANG_HEALTH_SECONDS * core.options.time_scale
+    if wait:
+        await asyncio.sleep(wait)
+    if core.options.dialect in ("llamacpp", "openai"):
+        return await call.json({"status": "ok"})
+    return web.Response()
+
+
+async def version(core: Core, call: Call) -> web.StreamResponse:
+    return await call.json({"version": VLLM_VERSION})
+
+
+async def metrics_page(core: Core, call: Call) -> web.StreamResponse:
+    if not core.options.metrics:
+        raise web.HTTPNotFound
+    text = metrics.render(core.options, core.scheduler, core.measures, core.started)
+    return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def load(core: Core, call: Call) -> web.StreamResponse:
+    return await call.json({"server_load": len(core.scheduler.running) + len(core.scheduler.waiting)})
+
+
+async def model_info(core: Core, call: Call) -> web.StreamResponse:
+    name = core.options.models[0]
+    return await call.json(
+        {
+            "model_path": name,
+            "served_model_name": name,
+            "tokenizer_path": name,
+            "is_generation": True,
+            "weight_version": "default",
+            "reasoning_parser": None,
+            "tool_call_parser": "qwen",
+            "disaggregation_mode": _mode(core),
+            "model_type": "sim",
+            "architectures": ["SimForCausalLM"],
+        }
+    )
+
+
+def _mode(core: Core) -> str:
+    return "null" if core.options.role == "unified" else core.options.role
+
+
+async def server_info(core: Core, call: Call) -> web.StreamResponse:
+    options = core.options
+    return await call.json(
+        {
+            "model_path": options.models[0],
+            "served_model_name": options.models[0],
+            "host": options.host,
+            "port": options.port,
+            "page_size": options.block_size,
+            "dp_size": 1,
+            "tp_size": 1,
+            "context_length": options.context_length,
+            "max_running_requests": options.max_running,
+            "max_queued_requests": options.max_queued,
+            "max_total_num_tokens": options.num_blocks * options.block_size,
+            "chunked_prefill_size": options.chunk_tokens,
+            "disaggregation_mode": _mode(core),
+            "disable_radix_cache": not options.prefix_cache,
+            "kv_events": None,
+            "internal_states": [{"max_running_requests_per_dp": options.max_running}],
+            "version": SGLANG_VERSION,
+        }
+    )
+
+
+async def loads(core: Core, call: Call) -> web.StreamResponse:
+    """SGLang's /v1/loads: one entry for each data-parallel rank."""
+    options, scheduler, cache = core.options, core.scheduler, core.cache
+    totals, size = scheduler.totals, options.block_size
+    waiting_tokens = sum(len(work.tokens) for work in scheduler.waiting)
+    used = cache.used_blocks * size
+    entry: JSON = {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": len(scheduler.running),
+        "num_waiting_reqs": len(scheduler.waiting),
+        "num_waiting_uncached_tokens": waiting_tokens,
+        "num_used_tokens": used,
+        "num_total_tokens": used + waiting_tokens,
+        "num_active_tokens": used,
+        "max_total_num_tokens": cache.num_blocks * size,
+        "max_running_requests": options.max_running,
+        "token_usage": cache.used_blocks / cache.num_blocks,
+        "cache_hit_rate": totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0,
+        "utilization": len(scheduler.running) / options.max_running,
+        "total_prefill_uncached_tokens": totals.computed_tokens,
+        "memory": {"weight_gb": 15.0, "kv_cache_gb": 40.0, "graph_gb": 1.0, "token_capacity": cache.num_blocks * size},
+        "queues": {"waiting": len(scheduler.waiting), "grammar": 0, "paused": 0, "retracted": 0},
+    }
+    stamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return await call.json({"timestamp": stamp, "version": SGLANG_VERSION, "loads": [entry]})
+
+
+async def props(core: Core, call: Call) -> web.StreamResponse:
+    options = core.options
+    settings = {"n_ctx": options.context_length}
+    return await call.json(
+        {
+            "default_generation_settings": settings,
+            "total_slots": options.max_running,
+            "model_path": options.models[0],
+            "model_alias": options.models[0],
+            "chat_template": "chatml",
+            "build_info": "sim",
+        }
+    )
+
+
+async def slots(core: Core, call: Call) -> web.StreamResponse:
+    """llama.cpp's slots; ``?fail_on_no_slot=1`` answers 503 when all are busy."""
+    busy = core.cache.slots() if isinstance(core.cache, SlotCache) else []
+    if call.request.query.get("fail_on_no_slot") and all(busy):
+        raise ApiError(503, "no slot available", kind="unavailable_error")
+    listing = [
+        {"id": number, "id_task": number if taken else -1, "n_ctx": core.options.context_length, "is_processing": taken}
+        for number, taken in enumerate(busy)
+    ]
+    return await call.json(listing)
+
+
+async def tokenize_text(core: Core, call: Call) -> web.StreamResponse:
+    body = call.body
+    if core.options.dialect == "llamacpp":
+        return await call.json({"tokens": tokenize(str(body.get("content", "")))})
+    tokens = _tokens_of(body)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": core.options.context_length, "tokens": tokens}
+    if core.options.dialect == "vllm":
+        answer["token_strs"] = list(map(piece_of, tokens)) if body.get("return_token_strs") else None
+    return await call.json(answer)
+
+
+def _tokens_of(body: JSON) -> list[int]:
+    if "messages" in body:
+        generate = body.get("add_generation_prompt", True)
+        try:
+            return render_tokens(messages_of(body), tools_of(body), generate=bool(generate))
+        except TemplateError as error:
+            raise ApiError(400, str(error), param="messages") from None
+    if not isinstance(body.get("prompt"), str):
+        raise ApiError(400, "prompt or messages are needed", param="prompt")
+    return tokenize(body["prompt"])
+
+
+async def detokenize_ids(core: Core, call: Call) -> web.StreamResponse:
+    tokens = call.body.get("tokens")
+    if not is_tokens(tokens) and tokens != []:
+        raise ApiError(400, "tokens must be a list of integers", param="tokens")
+    key = {"sglang": "text", "llamacpp": "content"}.get(core.options.dialect, "prompt")
+    return await call.json({key: detokenize(tokens or ())})
+
+
+async def reset_prefix_cache(core: Core, call: Call) -> web.StreamResponse:
+    return await call.json({"success": core.cache.clear()})
+
+
+async def flush_cache(core: Core, call: Call) -> web.StreamResponse:
+    if not core.scheduler.busy and core.cache.clear():
+        return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
+    return web.Response(text="Flush cache failed: requests are running or waiting.\n", status=400)
+
+
+async def close_session(core: Core, call: Call) -> web.StreamResponse:
+    core.sessions.discard(str(call.body.get("session_id")))
+    return web.Response()
+
+
+async def abort_request(core: Core, call: Call) -> web.StreamResponse:
+    """Always 200 and empty, as SGLang answers; ``rid`` matches by prefix."""
+    rid = call.body.get("rid")
+    if call.body.get("abort_all"):
+        core.abort_named("")
+    elif isinstance(rid, str) and rid:
+        core.abort_named(rid)
+    return web.Response()

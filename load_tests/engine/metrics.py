@@ -1,0 +1,197 @@
+"""The /metrics page of each dialect, with the names and labels that the real engines print."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from load_tests.engine.options import EngineOptions
+from load_tests.engine.scheduler import Scheduler, Work
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+GAP_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+
+
+class Histogram:
+    """Cumulative buckets in seconds."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+class Page:
+    """Prometheus text, built line by line. ``labels`` go on every sample, after its own."""
+
+    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+        self._prefix = prefix
+        self._labels = dict(labels)
+        self._lines: list[str] = []
+
+    def sample(self, name: str, value: float, **labels: str) -> None:
+        pairs = {**self._labels, **labels}
+        text = ",".join(f'{key}="{_escaped(pairs[key])}"' for key in sorted(pairs))
+        self._lines.append(
+            f"{self._prefix}{name}{{{text}}} {float(value)}" if text else f"{self._prefix}{name} {value}"
+        )
+
+    def family(self, name: str, kind: str, samples: Iterable[tuple[float, dict[str, str]]]) -> None:
+        suffix = "_total" if kind == "counter" else ""
+        self._lines.append(f"# HELP {self._prefix}{name}{suffix} {name.replace('_', ' ')}.")
+        self._lines.append(f"# TYPE {self._prefix}{name}{suffix} {kind}")
+        for value, labels in samples:
+            self.sample(name + suffix, value, **labels)
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        self.family(name, "gauge", [(value, labels)])
+
+    def counter(self, name: str, value: float, **labels: str) -> None:
+        self.family(name, "counter", [(value, labels)])
+
+    def histogram(self, name: str, histogram: Histogram) -> None:
+        self._lines.append(f"# HELP {self._prefix}{name} {name.replace('_', ' ')}.")
+        self._lines.append(f"# TYPE {self._prefix}{name} histogram")
+        running = 0
+        for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+            running += count
+            self.sample(f"{name}_bucket", running, le=bound)
+        self.sample(f"{name}_count", running)
+        self.sample(f"{name}_sum", histogram.total)
+
+    def text(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class Measures:
+    """What an engine remembers for its page, besides the scheduler's own totals."""
+
+    def __init__(self) -> None:
+        self.finished: Counter[str] = Counter()
+        self.rejected = 0
+        self.first_token = Histogram(TTFT_BUCKETS)
+        self.token_gap = Histogram(GAP_BUCKETS)
+        self.whole = Histogram(LATENCY_BUCKETS)
+        self.queued = Histogram(LATENCY_BUCKETS)
+
+    def observe(self, work: Work, reason: str) -> None:
+        """Count a finished sequence; the reason is that of its reply."""
+        self.finished[reason] += 1
+        if work.first is None or work.ended is None or work.admitted is None:
+            return
+        self.first_token.observe(work.first - work.arrived)
+        self.whole.observe(work.ended - work.arrived)
+        self.queued.observe(work.admitted - work.arrived)
+        if work.emitted > 1:
+            self.token_gap.observe((work.ended - work.first) / (work.emitted - 1), work.emitted - 1)
+
+
+def render(options: EngineOptions, scheduler: Scheduler, measures: Measures, started: float) -> str:
+    """The page of ``options.dialect``; ``started`` is the process' start in Unix seconds."""
+    if options.dialect == "sglang":
+        return _sglang(options, scheduler, measures)
+    if options.dialect == "llamacpp":
+        return _llamacpp(scheduler)
+    return _vllm(options, scheduler, measures, started)
+
+
+def _vllm(options: EngineOptions, scheduler: Scheduler, measures: Measures, started: float) -> str:
+    page = Page("vllm:", {"model_name": options.models[0], "engine": "0"})
+    totals, cache = scheduler.totals, scheduler.cache
+    page.gauge("num_requests_running", len(scheduler.running))
+    page.gauge("num_requests_waiting", len(scheduler.waiting))
+    reasons = (("capacity", len(scheduler.waiting)), ("deferred", 0))
+    page.family("num_requests_waiting_by_reason", "gauge", [(value, {"reason": name}) for name, value in reasons])
+    page.gauge("kv_cache_usage_perc", cache.used_blocks / cache.num_blocks)
+    page.counter("prefix_cache_queries", totals.prompt_tokens)
+    page.counter("prefix_cache_hits", totals.cached_tokens)
+    page.counter("external_prefix_cache_queries", 0)
+    page.counter("external_prefix_cache_hits", 0)
+    page.counter("num_preemptions", totals.preemptions)
+    page.counter("prompt_tokens", totals.prompt_tokens)
+    sources = (
+        ("local_compute", totals.computed_tokens),
+        ("local_cache_hit", totals.cached_tokens),
+        ("external_kv_transfer", 0),
+    )
+    page.family("prompt_tokens_by_source", "counter", [(value, {"source": name}) for name, value in sources])
+    page.counter("prompt_tokens_cached", totals.cached_tokens)
+    page.counter("generation_tokens", totals.generated_tokens)
+    ends = [(measures.finished[name], {"finished_reason": name}) for name in ("stop", "length", "abort", "error")]
+    page.family("request_success", "counter", ends)
+    page.counter("admission_rejections", measures.rejected, reason="max_num_queued_reqs")
+    page.histogram("time_to_first_token_seconds", measures.first_token)
+    page.histogram("inter_token_latency_seconds", measures.token_gap)
+    page.histogram("e2e_request_latency_seconds", measures.whole)
+    page.histogram("request_queue_time_seconds", measures.queued)
+    page.gauge(
+        "cache_config_info",
+        1,
+        block_size=str(options.block_size),
+        effective_attention_block_size=str(options.block_size),
+        num_gpu_blocks=str(options.num_blocks),
+        kv_cache_size_tokens=str(options.num_blocks * options.block_size),
+        enable_prefix_caching=str(options.prefix_cache),
+        prefix_caching_hash_algo="sha256",
+        cache_dtype="auto",
+        mamba_cache_mode="none",
+    )
+    process = Page("", {})
+    process.gauge("process_start_time_seconds", started)
+    return process.text() + page.text()
+
+
+def _sglang(options: EngineOptions, scheduler: Scheduler, measures: Measures) -> str:
+    common = {"model_name": options.models[0], "engine_type": options.role}
+    tokens = Page("sglang:", common)
+    totals, cache, page_size = scheduler.totals, scheduler.cache, options.block_size
+    tokens.counter("prompt_tokens", totals.prompt_tokens)
+    tokens.counter("generation_tokens", totals.generated_tokens)
+    tokens.counter("num_requests", totals.requests)
+    tokens.counter("num_aborted_requests", totals.aborts)
+    tokens.counter("cached_tokens", totals.cached_tokens, cache_source="device")
+    tokens.counter("evicted_tokens", cache.evicted_blocks * page_size)
+    tokens.histogram("time_to_first_token_seconds", measures.first_token)
+    tokens.histogram("inter_token_latency_seconds", measures.token_gap)
+    tokens.histogram("e2e_request_latency_seconds", measures.whole)
+    tokens.histogram("queue_time_seconds", measures.queued)
+    load = Page("sglang:", {**common, "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"})
+    used, room = cache.used_blocks, cache.num_blocks
+    load.gauge("num_running_reqs", len(scheduler.running))
+    load.gauge("num_queue_reqs", len(scheduler.waiting))
+    load.gauge("num_retracted_reqs", totals.preemptions)
+    load.gauge("token_usage", used / room)
+    load.gauge("full_token_usage", used / room)
+    load.gauge("num_used_tokens", used * page_size)
+    load.gauge("kv_used_tokens", used * page_size)
+    load.gauge("kv_evictable_tokens", cache.evictable_blocks * page_size)
+    load.gauge("kv_available_tokens", (room - used - cache.evictable_blocks) * page_size)
+    load.gauge("max_total_num_tokens", room * page_size)
+    load.gauge("page_size", page_size)
+    load.gauge("num_pages", room)
+    load.gauge("context_len", options.context_length)
+    load.gauge("cache_hit_rate", totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0)
+    load.gauge("utilization", len(scheduler.running) / options.max_running)
+    return tokens.text() + load.text()
+
+
+def _llamacpp(scheduler: Scheduler) -> str:
+    page = Page("llamacpp:", {})
+    totals = scheduler.totals
+    page.counter("prompt_tokens", totals.computed_tokens)
+    page.counter("prompt_tokens_cached", totals.cached_tokens)
+    page.counter("tokens_predicted", totals.generated_tokens)
+    page.gauge("requests_processing", len(scheduler.running))
+    page.gauge("requests_deferred", len(scheduler.waiting))
+    page.gauge("n_busy_slots_per_decode", len(scheduler.running))
+    return page.text()

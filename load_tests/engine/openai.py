@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions and /v1/completions, as each dialect answers them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from aiohttp import web
+
+from load_tests.engine.asks import integer, namespace_of, resolve_model, sampling
+from load_tests.engine.chunks import ChatChunks, CompletionChunks, chat_choice, completion_choice
+from load_tests.engine.core import Core
+from load_tests.engine.driver import Job
+from load_tests.engine.errors import ApiError, queue_full, stream_error
+from load_tests.engine.replies import Reply, Wanted, compose
+from load_tests.engine.template import JSON, TemplateError, render_tokens
+from load_tests.engine.tokens import is_tokens, tokenize
+from load_tests.engine.usage import timings, usage_of
+from load_tests.engine.wire import DONE, Call, Stream, event
+
+MAX_CHOICES = 128
+
+
+def tools_of(body: JSON) -> list[JSON]:
+    """The tools, checked: each {"type": "function", "function": {"name": ...}}."""
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise ApiError(400, "tools must be a list", param="tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(400, "every tool needs a function with a name", param="tools")
+    return tools
+
+
+def with_choice(wanted: Wanted, tools: Sequence[JSON], choice: Any, last_role: str) -> Wanted:
+    """``wanted`` with its tools; ``choice`` is OpenAI's tool_choice: a word or {"function": {"name": ...}}."""
+    if not tools:
+        return wanted
+    named = ""
+    if isinstance(choice, dict):
+        named = (choice.get("function") or {}).get("name") or choice.get("name") or ""
+        if named not in [tool["function"]["name"] for tool in tools]:
+            raise ApiError(400, "tool_choice names a tool that is not in tools", param="tool_choice")
+    word = choice if isinstance(choice, str) else "auto"
+    return replace(wanted, tools=tools, choice=word, choice_name=named, may_call=last_role == "user")
+
+
+def choices_of(body: JSON) -> int:
+    count = integer(body, "n", 1) or 1
+    if count > MAX_CHOICES:
+        raise ApiError(400, f"n must be at most {MAX_CHOICES}, got {count}.", param="n")
+    return count
+
+
+def request_name(core: Core, call: Call, prefix: str) -> str:
+    """The response's id: vLLM takes the X-Request-Id header, SGLang the body's rid."""
+    if core.options.dialect == "sglang":
+        rid = call.body.get("rid")
+        return rid if isinstance(rid, str) and rid else uuid4().hex
+    given = call.request.headers.get("X-Request-Id") if core.options.dialect == "vllm" else None
+    return prefix + (given or uuid4().hex)
+
+
+def note_session(core: Core, body: JSON) -> None:
+    """SGLang references a session from the first request that names it until /close_session."""
+    session = body.get("session_id")
+    if core.options.dialect == "sglang" and isinstance(session, str) and session:
+        core.sessions.add(session)
+
+
+def messages_of(body: JSON) -> list[JSON]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ApiError(400, "messages must be a list of objects", param="messages")
+    return messages
+
+
+def begin(core: Core, call: Call, name: str, prompts: Any, replies: Any, namespace: str) -> Job:
+    """Core.begin, unless the order stands that this request finds the queue full."""
+    if call.fault is not None and call.fault.kind == "queue_full":
+        call.fault = None
+        raise queue_full(core.options.dialect)
+    return core.begin(name, prompts, replies, namespace)
+
+
+async def chat_completions(core: Core, call: Call) -> web.StreamResponse:
+    body, options = call.body, core.options
+    model, adapter = resolve_model(options, body)
+    tools, count = tools_of(body), choices_of(body)
+    if options.dialect == "sglang" and is_tokens(body.get("input_ids")):
+        prompt, last_role = list(body["input_ids"]), "user"
+    else:
+        messages = messages_of(body)
+        try:
+            prompt = render_tokens(messages, [] if body.get("tool_choice") == "none" else tools)
+        except TemplateError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        last_role = messages[-1]["role"]
+    asked = integer(body, "max_completion_tokens", 1) or integer(body, "max_tokens", 1)
+    wanted = with_choice(sampling(body, prompt, options, asked), tools, body.get("tool_choice"), last_role)
+    replies = [compose(prompt, wanted, seed=options.seed, index=index) for index in range(count)]
+    note_session(core, body)
+    name = request_name(core, call, "chatcmpl-")
+    chunks = ChatChunks(options.dialect, name, int(time.time()), model)
+    return await _answer(core, call, name, [prompt] * count, replies, namespace_of(options, body, adapter), chunks, 1)
+
+
+async def completions(core: Core, call: Call) -> web.StreamResponse:
+    body, options = call.body, core.options
+    model, adapter = resolve_model(options, body)
+    prompts, count = prompts_of(body), choices_of(body)
+    asked = integer(body, "max_tokens", 1) or 16
+    sequences: list[list[int]] = []
+    replies: list[Reply] = []
+    for prompt in prompts:
+        wanted = sampling(body, prompt, options, asked)
+        for index in range(count):
+            sequences.append(prompt)
+            replies.append(compose(prompt, wanted, seed=options.seed, index=index))
+    note_session(core, body)
+    name = request_name(core, call, "cmpl-")
+    chunks = CompletionChunks(options.dialect, name, int(time.time()), model)
+    namespace = namespace_of(options, body, adapter)
+    return await _answer(core, call, name, sequences, replies, namespace, chunks, len(prompts))
+
+
+def prompts_of(body: JSON, key: str = "prompt") -> list[list[int]]:
+    """A string, strings, token ids, or lists of token ids, as lists of token ids."""
+    value = body.get(key)
+    if isinstance(value, str) and value:
+        return [tokenize(value)]
+    if is_tokens(value):
+        return [list(value or ())]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) and item for item in value):
+            return [tokenize(item) for item in value]
+        if all(is_tokens(item) for item in value):
+            return [list(item) for item in value]
+    raise ApiError(400, f"{key} must be a string, a list of strings, token ids or lists of token ids", param=key)
+
+
+async def _answer(
+    core: Core,
+    call: Call,
+    name: str,
+    prompts: Sequence[list[int]],
+    replies: Sequence[Reply],
+    namespace: str,
+    chunks: ChatChunks | CompletionChunks,
+    distinct: int,
+) -> web.StreamResponse:
+    """Run and answer. ``distinct`` is how many different prompts there are: usage counts each once."""
+    streaming = bool(call.body.get("stream"))
+    try:
+        job = begin(core, call, name, prompts, replies, namespace)
+    except ApiError as error:
+        # SGLang finds the queue full after it has answered 200 to a stream.
+        if not (streaming and core.options.dialect == "sglang"):
+            raise
+        core.errors += 1
+        stream = Stream(call)
+        await stream.send(event(stream_error("sglang", call.request.path, error)))
+        await stream.send(DONE)
+        return await stream.close()
+    counted = list(range(0, len(prompts), len(prompts) // distinct))
+    try:
+        if streaming:
+            return await _stream(core, call, job, chunks, counted)
+        await job.wait()
+        if job.aborted and core.options.dialect == "sglang":
+            raise ApiError(500, "Aborted", kind="InternalServerError")
+        return await _whole(core, call, job, chunks, counted)
+    finally:
+        core.end(name, job)
+
+
+async def _whole(
+    core: Core, call: Call, job: Job, chunks: ChatChunks | CompletionChunks, counted: list[int]
+) -> web.StreamResponse:
+    dialect = core.options.dialect
+    pick = chat_choice if isinstance(chunks, ChatChunks) else completion_choice
+    choices = [pick(dialect, index, reply, job.reason(index)) for index, reply in enumerate(job.replies)]
+    answer = chunks.whole(choices, usage_of(core.options, job, counted))
+    if dialect == "llamacpp":
+        answer["timings"] = timings(job)
+    return await call.json(answer)
+
+
+async def _stream(
+    core: Core, call: Call, job: Job, chunks: ChatChunks | CompletionChunks, counted: list[int]
+) -> web.StreamResponse:
+    stream = Stream(call)
+    if core.options.dialect != "sglang":
+        await stream.open()
+    async for data in _events(core, call, job, chunks, counted):
+        await stream.send(data)
+    return await stream.close()
+
+
+async def _events(
+    core: Core, call: Call, job: Job, chunks: ChatChunks | CompletionChunks, counted: list[int]
+) -> AsyncIterator[bytes]:
+    started: set[int] = set()
+    async for index, start, end, ended in job.progress():
+        reply = job.replies[index]
+        if index not in started:
+            started.add(index)
+            if head := chunks.start(index):
+                yield head
+        for data in chunks.tokens(index, reply, start, end):
+            yield data
+        if ended:
+            extra = {"timings": timings(job)} if core.options.dialect == "llamacpp" else {}
+            yield chunks.finish(index, job.reason(index), reply, extra)
+    options = call.body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        yield chunks.usage(usage_of(core.options, job, counted, stream=True))
+    yield DONE

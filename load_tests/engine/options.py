@@ -1,0 +1,76 @@
+"""What one simulated engine is told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from load_tests.engine.physics import Rates
+
+Dialect = Literal["vllm", "sglang", "llamacpp", "openai"]
+Role = Literal["unified", "prefill", "decode"]
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class OptionError(ValueError):
+    """An option that no engine can be started with; the message names it."""
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """One engine. Sizes are in tokens, times in seconds.
+
+    block_size 0 takes the dialect's own: 16 for vllm and openai, 1 for sglang and llamacpp. context_length 0 takes
+    the smaller of 32768 and the KV. max_queued None is unbounded, as real engines are by default. time_scale
+    multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. usage_details False leaves cached
+    tokens out of usage, as engines do without --enable-prompt-tokens-details or --enable-cache-report.
+    """
+
+    port: int = 0
+    host: str = "127.0.0.1"
+    dialect: Dialect = "vllm"
+    role: Role = "unified"
+    models: list[str] = field(default_factory=lambda: ["sim"])
+    loras: list[str] = field(default_factory=list)
+    kv_tokens: int = 131_072
+    block_size: int = 0
+    max_running: int = 64
+    chunk_tokens: int = 2048
+    max_queued: int | None = None
+    context_length: int = 0
+    api_key: str | None = None
+    time_scale: float = 1.0
+    usage_details: bool = True
+    prefix_cache: bool = True
+    metrics: bool = True
+    seed: int = 0
+    rates: Rates = field(default_factory=Rates)
+
+    def __post_init__(self) -> None:
+        if self.dialect not in DIALECTS:
+            raise OptionError(f"dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}")
+        if self.role not in ROLES:
+            raise OptionError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
+        if not self.models:
+            raise OptionError("at least one model is needed")
+        self.block_size = self.block_size or (16 if self.dialect in ("vllm", "openai") else 1)
+        for name in ("kv_tokens", "block_size", "max_running", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1")
+        if not 0 <= self.port <= 65535:
+            raise OptionError("port must be between 0 and 65535")
+        if self.time_scale < 0:
+            raise OptionError("time_scale must not be negative")
+        if self.max_queued is not None and self.max_queued < 0:
+            raise OptionError("max_queued must not be negative")
+        room = self.num_blocks * self.block_size
+        if self.dialect == "llamacpp":
+            room //= self.max_running
+        self.context_length = self.context_length or min(32_768, room)
+        if not 2 <= self.context_length <= room:
+            raise OptionError(f"context_length {self.context_length} does not fit the KV of {room} tokens")
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv_tokens // self.block_size

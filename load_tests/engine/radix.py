@@ -1,0 +1,226 @@
+"""SGLang's radix cache: a tree over tokens, whole pages on its edges, locked along the path of each running sequence.
+
+A sequence matches at admission, computes into pages of its own, and hands them to the tree at the end of each
+prefill chunk and when it finishes (prompt and output without the last token, whose KV was never computed). Pages
+that the tree already has are given back. Eviction removes whole unlocked leaves, least recently used first.
+A hit is ``min(lcp, n - 1) // page * page``. (SGLang 0.5.23, mem_cache/radix_cache.py.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from load_tests.engine.cache import Holding, KVCache
+
+Key = tuple[int, ...]
+
+
+class Node:
+    """An edge and what hangs below it: ``key`` is a whole number of pages of tokens."""
+
+    __slots__ = ("children", "key", "locks", "parent", "used")
+
+    def __init__(self, key: Key, parent: Node | None, used: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.used = used
+        self.locks = 0
+        self.children: dict[Key, Node] = {}
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix, by halving slices: each comparison runs in C."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class RadixCache(KVCache):
+    """``block_size`` is SGLang's page size; a holding keeps its deepest locked node and the pages it owns alone."""
+
+    def __init__(self, num_blocks: int, block_size: int = 1, *, reuse: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.reuse = reuse
+        self._ticks = count(1)
+        self._serial = count()
+        self._roots: dict[str, Node] = {}
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._tree_pages = 0
+        self._locked_pages = 0
+        self._own_pages = 0
+
+    @property
+    def used_blocks(self) -> int:
+        return self._locked_pages + self._own_pages
+
+    @property
+    def cached_blocks(self) -> int:
+        return self._tree_pages
+
+    @property
+    def evictable_blocks(self) -> int:
+        return self._tree_pages - self._locked_pages
+
+    def match(self, holding: Holding, tokens: Sequence[int]) -> int:
+        if not self.reuse or holding.namespace not in self._roots:
+            return 0
+        key = self._whole_pages(tokens, len(tokens) - 1)
+        node, depth = self._roots[holding.namespace], 0
+        while child := node.children.get(key[depth : depth + self.block_size]):
+            shared = self._shared_pages(child.key, key[depth:])
+            depth += shared
+            if shared < len(child.key):
+                break
+            node = child
+        return depth
+
+    def open(self, holding: Holding, tokens: Sequence[int], hit: int, upto: int) -> bool:
+        holding.node = self._walk(holding.namespace, tuple(tokens[:hit]))
+        self._lock(holding.node)
+        holding.published, holding.open = hit, True
+        holding.blocks = [0]
+        if self.grow(holding, tokens, upto):
+            return True
+        self._release(holding)
+        return False
+
+    def grow(self, holding: Holding, tokens: Sequence[int], upto: int) -> bool:
+        missing = -(-(upto - holding.published) // self.block_size) - holding.blocks[0]
+        if missing <= 0:
+            return True
+        free = self.num_blocks - self._tree_pages - self._own_pages
+        if free + self._tree_pages - self._locked_pages < missing:
+            return False
+        self._evict(missing - free)
+        holding.blocks[0] += missing
+        self._own_pages += missing
+        return True
+
+    def commit(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+        if self.reuse:
+            self._insert(holding, self._whole_pages(tokens, computed))
+
+    def close(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+        if not holding.open:
+            return
+        if self.reuse:
+            self._insert(holding, self._whole_pages(tokens, computed))
+        self._release(holding)
+
+    def clear(self) -> bool:
+        if self.used_blocks:
+            return False
+        self._roots.clear()
+        self._leaves.clear()
+        self._tree_pages = 0
+        return True
+
+    def recount(self, holdings: Iterable[Holding]) -> int:
+        nodes: dict[int, int] = {}
+        own = 0
+        for holding in holdings:
+            if holding.open:
+                own += holding.blocks[0]
+                node = holding.node
+                while node is not None:
+                    nodes[id(node)] = len(node.key) // self.block_size
+                    node = node.parent
+        return own + sum(nodes.values())
+
+    def _whole_pages(self, tokens: Sequence[int], length: int) -> Key:
+        return tuple(tokens[: max(0, length) // self.block_size * self.block_size])
+
+    def _shared_pages(self, left: Key, right: Key) -> int:
+        return common_length(left, right) // self.block_size * self.block_size
+
+    def _walk(self, namespace: str, key: Key) -> Node:
+        """The node at the end of ``key``, which is in the tree; splits the edge in which it ends."""
+        tick = next(self._ticks)
+        node = self._roots.setdefault(namespace, Node((), None, tick))
+        depth = 0
+        while depth < len(key):
+            child = node.children[key[depth : depth + self.block_size]]
+            shared = self._shared_pages(child.key, key[depth:])
+            node = child if shared == len(child.key) else self._split(child, shared)
+            node.used = tick
+            depth += shared
+        self._offer(node)
+        return node
+
+    def _split(self, node: Node, length: int) -> Node:
+        upper = Node(node.key[:length], node.parent, node.used)
+        upper.locks = node.locks
+        assert node.parent is not None
+        node.parent.children[node.key[: self.block_size]] = upper
+        node.key, node.parent = node.key[length:], upper
+        upper.children[node.key[: self.block_size]] = node
+        return upper
+
+    def _insert(self, holding: Holding, key: Key) -> None:
+        """Hand the computed pages to the tree, give back those it had, and move the lock to the new end."""
+        if len(key) <= holding.published:
+            return
+        probe = Holding(holding.namespace)
+        known = self.match(probe, (*key, 0))
+        node = self._walk(holding.namespace, key[:known])
+        if known < len(key):
+            leaf = Node(key[known:], node, next(self._ticks))
+            node.children[leaf.key[: self.block_size]] = leaf
+            self._tree_pages += len(leaf.key) // self.block_size
+            node = leaf
+        pages = (len(key) - holding.published) // self.block_size
+        holding.blocks[0] -= pages
+        self._own_pages -= pages
+        self._lock(node)
+        self._unlock(holding.node)
+        holding.node, holding.published = node, len(key)
+
+    def _release(self, holding: Holding) -> None:
+        self._own_pages -= holding.blocks[0]
+        self._unlock(holding.node)
+        holding.node, holding.blocks, holding.published, holding.open = None, [], 0, False
+
+    def _lock(self, node: Node | None) -> None:
+        while node is not None:
+            if node.locks == 0:
+                self._locked_pages += len(node.key) // self.block_size
+            node.locks += 1
+            node = node.parent
+
+    def _unlock(self, node: Node | None) -> None:
+        while node is not None:
+            node.locks -= 1
+            if node.locks == 0:
+                self._locked_pages -= len(node.key) // self.block_size
+                self._offer(node)
+            node = node.parent
+
+    def _offer(self, node: Node) -> None:
+        """Enter a leaf among those that may go. Entries are checked when taken, so a stale one does no harm."""
+        if node.parent is not None and not node.children and node.locks == 0:
+            heapq.heappush(self._leaves, (node.used, next(self._serial), node))
+
+    def _evict(self, pages: int) -> None:
+        while pages > 0:
+            used, _, leaf = heapq.heappop(self._leaves)
+            attached = leaf.parent is not None and leaf.parent.children.get(leaf.key[: self.block_size]) is leaf
+            if not attached or leaf.children or leaf.locks or leaf.used != used:
+                continue
+            parent = leaf.parent
+            assert parent is not None
+            del parent.children[leaf.key[: self.block_size]]
+            size = len(leaf.key) // self.block_size
+            self._tree_pages -= size
+            self.evicted_blocks += size
+            pages -= size
+            self._offer(parent)

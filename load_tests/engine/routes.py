@@ -1,0 +1,42 @@
+"""Which paths each dialect has."""
+
+from __future__ import annotations
+
+from load_tests.engine import info, openai
+from load_tests.engine.http import Route
+from load_tests.engine.options import Dialect
+
+VLLM: tuple[Dialect, ...] = ("vllm",)
+SGLANG: tuple[Dialect, ...] = ("sglang",)
+LLAMA: tuple[Dialect, ...] = ("llamacpp",)
+BIG: tuple[Dialect, ...] = ("vllm", "sglang")
+MEASURED: tuple[Dialect, ...] = ("vllm", "sglang", "llamacpp")
+
+ROUTES: list[Route] = [
+    Route("POST", "/v1/chat/completions", openai.chat_completions, infers=True),
+    Route("POST", "/v1/completions", openai.completions, infers=True),
+    Route("GET", "/v1/models", info.models),
+    Route("GET", "/health", info.health),
+    Route("GET", "/health_generate", info.health, SGLANG),
+    Route("GET", "/ping", info.health, BIG),
+    Route("POST", "/ping", info.health, BIG),
+    Route("GET", "/metrics", info.metrics_page, MEASURED),
+    Route("GET", "/version", info.version, VLLM),
+    Route("GET", "/load", info.load, VLLM),
+    Route("GET", "/model_info", info.model_info, SGLANG),
+    Route("GET", "/get_model_info", info.model_info, SGLANG),
+    Route("GET", "/server_info", info.server_info, SGLANG),
+    Route("GET", "/get_server_info", info.server_info, SGLANG),
+    Route("GET", "/v1/loads", info.loads, SGLANG),
+    Route("GET", "/props", info.props, LLAMA),
+    Route("GET", "/slots", info.slots, LLAMA),
+    Route("POST", "/tokenize", info.tokenize_text, MEASURED),
+    Route("POST", "/v1/tokenize", info.tokenize_text, SGLANG),
+    Route("POST", "/detokenize", info.detokenize_ids, MEASURED),
+    Route("POST", "/v1/detokenize", info.detokenize_ids, SGLANG),
+    Route("POST", "/reset_prefix_cache", info.reset_prefix_cache, VLLM),
+    Route("GET", "/flush_cache", info.flush_cache, SGLANG),
+    Route("POST", "/flush_cache", info.flush_cache, SGLANG),
+    Route("POST", "/close_session", info.close_session, SGLANG),
+    Route("POST", "/abort_request", info.abort_request, SGLANG),
+]
