@@ -11,7 +11,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from load_tests.engine import sim
 from load_tests.engine.core import Core
-from load_tests.engine.faults import Faults
+from load_tests.engine.faults import Fault, Faults
 from load_tests.engine.http import build
 from load_tests.engine.options import EngineOptions
 from load_tests.engine.routes import ROUTES
@@ -148,8 +148,11 @@ class Engine:
         return fault is not None and fault.count is None
 
     def _faults_changed(self) -> None:
-        """Close the listener while a refusal without count stands; idle connections go with any refusal."""
+        """Close the listener while a refusal without count stands; with any refusal connections are not kept alive."""
         fault = self.faults.standing("refuse")
+        if fault is not None:
+            for connection in self._connections():
+                connection.close()
         if fault is not None and self._timer is None and fault.seconds is not None:
             self._timer = asyncio.get_running_loop().call_later(fault.seconds, self._refusal_over, fault)
         if self._refusing():
@@ -157,9 +160,9 @@ class Engine:
         elif self._server is None and self._runner is not None:
             self._spawn(self._listen())
 
-    def _refusal_over(self, fault: object) -> None:
+    def _refusal_over(self, fault: Fault) -> None:
         self._timer = None
-        self.faults.remove(fault)  # type: ignore[arg-type]
+        self.faults.remove(fault)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -5,7 +5,7 @@
     stall_during  after ``after_events`` events the answer pauses for ``seconds`` (None: for ever)
     reset         after ``after_events`` events the connection is reset; 0: before any byte
     half_close    after ``after_events`` events the engine sends FIN, in the middle of the body
-    garbage       after ``after_events`` events come bytes that are no HTTP, then FIN
+    garbage       after ``after_events`` events come bytes that are no HTTP, and the connection is closed
     error500, error503, queue_full    that answer, at once, in the engine's own words
     slow_health   health checks take ``seconds`` longer
 

@@ -81,7 +81,8 @@ class Wanted:
 
 def compose(prompt: Sequence[int], wanted: Wanted, *, seed: int = 0, index: int = 0) -> Reply:
     """Plan the reply to ``prompt``; ``index`` tells the choices of one request apart."""
-    random = Random(hash((seed, wanted.seed, index, hash(tuple(prompt)))))
+    # Ints only: their hashes, unlike those of strings and None, are the same in every process.
+    random = Random(hash((seed, wanted.seed or 0, index, *prompt)))
     name = _called(random, wanted)
     if name is not None:
         return _calling(random, wanted, name)

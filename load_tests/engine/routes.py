@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from load_tests.engine import info, openai
+from load_tests.engine import anthropic, info, openai, pooling, responses, sglang
 from load_tests.engine.http import Route
 from load_tests.engine.options import Dialect
 
 VLLM: tuple[Dialect, ...] = ("vllm",)
 SGLANG: tuple[Dialect, ...] = ("sglang",)
 LLAMA: tuple[Dialect, ...] = ("llamacpp",)
+# The two that serve at scale, and all that print metrics of their own.
 BIG: tuple[Dialect, ...] = ("vllm", "sglang")
 MEASURED: tuple[Dialect, ...] = ("vllm", "sglang", "llamacpp")
 
 ROUTES: list[Route] = [
     Route("POST", "/v1/chat/completions", openai.chat_completions, infers=True),
     Route("POST", "/v1/completions", openai.completions, infers=True),
+    Route("POST", "/v1/responses", responses.create, infers=True),
+    Route("GET", "/v1/responses/{id}", responses.retrieve),
+    Route("DELETE", "/v1/responses/{id}", responses.delete),
+    Route("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    Route("POST", "/v1/messages", anthropic.messages, MEASURED, infers=True),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, MEASURED),
+    Route("POST", "/v1/embeddings", pooling.embeddings, infers=True),
+    Route("POST", "/v1/rerank", pooling.rerank, MEASURED, infers=True),
+    Route("POST", "/v1/score", pooling.score, BIG, infers=True),
+    Route("POST", "/v1/audio/transcriptions", pooling.transcriptions, infers=True, parses=False),
+    Route("POST", "/generate", sglang.generate, SGLANG, infers=True),
     Route("GET", "/v1/models", info.models),
     Route("GET", "/health", info.health),
     Route("GET", "/health_generate", info.health, SGLANG),

@@ -66,11 +66,11 @@ class Call:
             return
         if fault.kind == "reset":
             reset_transport(transport)
-        elif transport is not None:
-            if fault.kind == "garbage":
-                transport.write(GARBAGE)
-            if transport.can_write_eof():
-                transport.write_eof()
+        elif transport is not None and fault.kind == "garbage":
+            transport.write(GARBAGE)
+            transport.close()
+        elif transport is not None and transport.can_write_eof():
+            transport.write_eof()
         await forever()
 
     async def json(

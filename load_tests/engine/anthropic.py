@@ -1,0 +1,187 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect, as vLLM and SGLang serve it.
+
+The cached part of a prompt is told apart in usage (input_tokens + cache_read_input_tokens +
+cache_creation_input_tokens = prompt), and in a stream only by message_delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+from load_tests.engine.asks import integer, namespace_of, resolve_model, wanted_tokens
+from load_tests.engine.core import Core
+from load_tests.engine.driver import Job
+from load_tests.engine.errors import ApiError
+from load_tests.engine.openai import begin, note_session, with_choice
+from load_tests.engine.replies import Reply, Wanted, compose
+from load_tests.engine.template import JSON, TemplateError, compact, render_tokens
+from load_tests.engine.usage import prompt_figures
+from load_tests.engine.wire import Call, Stream, event
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+
+
+def chat_messages(body: JSON) -> list[JSON]:
+    """Anthropic's system and messages as chat messages."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
+        raise ApiError(400, "messages: Input should be a non-empty list of objects")
+    converted: list[JSON] = []
+    if body.get("system"):
+        converted.append({"role": "system", "content": body["system"]})
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            converted.extend(_from_blocks(message.get("role"), content))
+        else:
+            converted.append(message)
+    return converted
+
+
+def _from_blocks(role: Any, blocks: list[Any]) -> list[JSON]:
+    messages: list[JSON] = []
+    texts: list[Any] = []
+    calls: list[JSON] = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use":
+            calls.append({"function": {"name": block.get("name"), "arguments": compact(block.get("input") or {})}})
+        elif kind == "tool_result":
+            messages.append({"role": "tool", "content": block.get("content")})
+        elif kind not in ("thinking", "redacted_thinking"):
+            texts.append(_without_cache_control(block))
+    if texts or calls or not messages:
+        messages.append({"role": role, "content": texts, "tool_calls": calls})
+    return messages
+
+
+def _without_cache_control(block: Any) -> Any:
+    return {key: value for key, value in block.items() if key != "cache_control"} if isinstance(block, dict) else block
+
+
+def chat_tools(body: JSON) -> list[JSON]:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in tools):
+        raise ApiError(400, "tools: every tool needs a name")
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": tool.get("description", ""),
+                "parameters": tool.get("input_schema") or {"type": "object"},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def prompt_of(body: JSON) -> list[int]:
+    try:
+        return render_tokens(chat_messages(body), chat_tools(body))
+    except TemplateError as error:
+        raise ApiError(400, str(error)) from None
+
+
+async def count_tokens(core: Core, call: Call) -> web.StreamResponse:
+    resolve_model(core.options, call.body)
+    return await call.json({"input_tokens": len(prompt_of(call.body))})
+
+
+async def messages(core: Core, call: Call) -> web.StreamResponse:
+    body, options = call.body, core.options
+    model, adapter = resolve_model(options, body)
+    prompt = prompt_of(body)
+    asked = integer(body, "max_tokens", 1)
+    if asked is None:
+        raise ApiError(400, "max_tokens: Field required")
+    wanted = Wanted(max_tokens=wanted_tokens(options, len(prompt), asked), stop=tuple(body.get("stop_sequences") or ()))
+    choice = body.get("tool_choice")
+    choice = choice if isinstance(choice, dict) else {"type": "auto"}
+    word: Any = {"any": "required", "none": "none", "tool": {"name": choice.get("name")}}.get(choice["type"], "auto")
+    last = chat_messages(body)[-1]["role"]
+    reply = compose(prompt, with_choice(wanted, chat_tools(body), word, last), seed=options.seed)
+    note_session(core, body)
+    name = f"msg_{uuid4().hex}"
+    job = begin(core, call, name, [prompt], [reply], namespace_of(options, body, adapter))
+    try:
+        if body.get("stream"):
+            return await _stream(core, call, job, name, model)
+        await job.wait()
+        answer = _message(name, model)
+        answer |= {"content": _blocks(reply), "stop_reason": _stop_reason(job), "stop_sequence": reply.stop_reason}
+        return await call.json({**answer, "usage": _usage(core, job)})
+    finally:
+        core.end(name, job)
+
+
+def _message(name: str, model: str) -> JSON:
+    return {"id": name, "type": "message", "role": "assistant", "model": model}
+
+
+def _stop_reason(job: Job) -> str:
+    return "stop_sequence" if job.replies[0].stop_reason else STOP_REASONS[job.reason(0)]
+
+
+def _usage(core: Core, job: Job) -> JSON:
+    prompt, cached, created = prompt_figures(core.options, job, [0])
+    output = job.works[0].emitted
+    if not core.options.usage_details:
+        return {"input_tokens": prompt, "output_tokens": output}
+    return {
+        "input_tokens": prompt - cached - created,
+        "output_tokens": output,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": cached,
+    }
+
+
+def _blocks(reply: Reply) -> list[JSON]:
+    blocks: list[JSON] = [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
+    for call in reply.calls:
+        try:
+            arguments = msgspec.json.decode(call.arguments)
+        except msgspec.DecodeError:
+            # Cut by max_tokens in the middle of the arguments.
+            arguments = {}
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+    return blocks
+
+
+async def _stream(core: Core, call: Call, job: Job, name: str, model: str) -> web.StreamResponse:
+    stream = Stream(call)
+    async for kind, fields in _events(core, job, name, model):
+        await stream.send(event({"type": kind, **fields}, kind))
+    return await stream.close()
+
+
+async def _events(core: Core, job: Job, name: str, model: str) -> AsyncIterator[tuple[str, JSON]]:
+    reply = job.replies[0]
+    opened = False
+    block: JSON = {"type": "text", "text": ""}
+    if reply.calls:
+        block = {"type": "tool_use", "id": reply.calls[0].id, "name": reply.calls[0].name, "input": {}}
+    async for _, start, end, ended in job.progress():
+        if not opened:
+            opened = True
+            head = _message(name, model)
+            head |= {"content": [], "stop_reason": None, "stop_sequence": None}
+            usage = {"input_tokens": len(job.works[0].prompt), "output_tokens": 0}
+            yield "message_start", {"message": {**head, "usage": usage}}
+            yield "content_block_start", {"index": 0, "content_block": block}
+        text = "".join(part.text for part in reply.parts[start:end] if part.kind == "text")
+        if text:
+            yield "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}
+        arguments = "".join(part.text for part in reply.parts[start:end] if part.kind == "arguments")
+        if arguments:
+            yield "content_block_delta", {"index": 0, "delta": {"type": "input_json_delta", "partial_json": arguments}}
+        if ended:
+            delta = {"stop_reason": _stop_reason(job), "stop_sequence": reply.stop_reason}
+            yield "content_block_stop", {"index": 0}
+            yield "message_delta", {"delta": delta, "usage": _usage(core, job)}
+            yield "message_stop", {}

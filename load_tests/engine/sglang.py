@@ -1,0 +1,118 @@
+"""POST /generate, SGLang's native route: text or token ids in, cumulative text out, meta_info always."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from load_tests.engine.asks import integer, namespace_of, wanted_tokens
+from load_tests.engine.core import Core
+from load_tests.engine.driver import Job
+from load_tests.engine.errors import ApiError, stream_error
+from load_tests.engine.openai import begin, note_session, prompts_of, request_name
+from load_tests.engine.replies import Reply, Wanted, compose
+from load_tests.engine.template import JSON
+from load_tests.engine.tokens import IM_END
+from load_tests.engine.wire import DONE, Call, Stream, event
+
+DEFAULT_NEW_TOKENS = 128
+
+
+def wanted_of(core: Core, params: JSON, prompt: list[int]) -> Wanted:
+    """SGLang's sampling_params."""
+    asked = integer(params, "max_new_tokens", 0)
+    stop = params.get("stop")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return Wanted(
+        max_tokens=wanted_tokens(core.options, len(prompt), DEFAULT_NEW_TOKENS if asked is None else asked),
+        min_tokens=integer(params, "min_new_tokens", 0) or 0,
+        ignore_eos=bool(params.get("ignore_eos")),
+        stop=stops,
+    )
+
+
+def finish_object(reply: Reply, reason: str) -> JSON:
+    if reason == "abort":
+        return {"type": "abort", "message": "Aborted"}
+    if reason == "length":
+        return {"type": "length", "length": len(reply.tokens)}
+    return {"type": "stop", "matched": reply.stop_reason or IM_END}
+
+
+def result(core: Core, job: Job, name: str, index: int, end: int, ended: bool) -> JSON:
+    """One sequence's object after ``end`` tokens."""
+    work, reply = job.works[index], job.replies[index]
+    cached = work.cached or 0
+    meta: dict[str, Any] = {
+        "id": name if len(job.works) == 1 else f"{name}_{index}",
+        "finish_reason": finish_object(reply, job.reason(index)) if ended else None,
+        "prompt_tokens": len(work.prompt),
+        "completion_tokens": end,
+        "cached_tokens": cached,
+        "cached_tokens_details": {"device": cached, "host": 0},
+        "weight_version": "default",
+        "num_retractions": work.preempted,
+        "reasoning_tokens": 0,
+        "dp_rank": None,
+        "e2e_latency": (work.ended or 0.0) - work.arrived if ended else 0.0,
+    }
+    text = "".join(part.text for part in reply.parts[:end])
+    return {"text": text, "output_ids": list(reply.tokens[:end]), "meta_info": meta}
+
+
+async def generate(core: Core, call: Call) -> web.StreamResponse:
+    body = call.body
+    key = "input_ids" if body.get("input_ids") is not None else "text"
+    value = body.get(key)
+    batch = isinstance(value, list) and (key == "text" or bool(value and isinstance(value[0], list)))
+    prompts = prompts_of(body, key)
+    params = body.get("sampling_params") or {}
+    if not isinstance(params, dict):
+        raise ApiError(400, "sampling_params must be an object")
+    count = integer(params, "n", 1) or 1
+    sequences = [prompt for prompt in prompts for _ in range(count)]
+    replies = [
+        compose(prompt, wanted_of(core, params, prompt), seed=core.options.seed, index=number % count)
+        for number, prompt in enumerate(sequences)
+    ]
+    note_session(core, body)
+    name = request_name(core, call, "")
+    lora = body.get("lora_path")
+    namespace = namespace_of(core.options, body, lora if isinstance(lora, str) else "")
+    streaming = bool(body.get("stream"))
+    try:
+        job = begin(core, call, name, sequences, replies, namespace)
+    except ApiError as error:
+        if not streaming:
+            raise
+        core.errors += 1
+        return await _stream(call, _refused(call, error))
+    try:
+        if streaming:
+            return await _stream(call, _events(core, job, name))
+        await job.wait()
+        results = [result(core, job, name, index, work.emitted, True) for index, work in enumerate(job.works)]
+        return await call.json(results if batch or count > 1 else results[0])
+    finally:
+        core.end(name, job)
+
+
+async def _refused(call: Call, error: ApiError) -> AsyncIterator[bytes]:
+    yield event(stream_error("sglang", call.request.path, error))
+    yield DONE
+
+
+async def _events(core: Core, job: Job, name: str) -> AsyncIterator[bytes]:
+    async for index, _, end, ended in job.progress():
+        answer = result(core, job, name, index, end, ended)
+        yield event({**answer, "index": index} if len(job.works) > 1 else answer)
+    yield DONE
+
+
+async def _stream(call: Call, events: AsyncIterator[bytes]) -> web.StreamResponse:
+    stream = Stream(call)
+    async for data in events:
+        await stream.send(data)
+    return await stream.close()
