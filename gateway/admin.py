@@ -1,0 +1,316 @@
+"""The control plane: health, metrics, workers, sessions, the dry run. JSON over aiohttp, on an address of its own.
+
+With a token configured everything but ``/healthz`` and ``/readyz`` needs it as a bearer token; without one the address must
+be loopback. Requests that a browser makes on another site's behalf are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from hmac import compare_digest
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from gateway.config import shown
+from gateway.engines import all_engines
+from gateway.engines.audit import lacks
+from gateway.errors import BadRequest, Fault, NotFound
+from gateway.fleet import State, Worker, WorkerSpec
+from gateway.routing import draw_of
+from gateway.sessions import Session
+
+if TYPE_CHECKING:
+    from gateway.run import Running
+
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class AdminSite:
+    """Listeners of the control plane."""
+
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        self.port = 0
+        self.metrics_port: int | None = None
+        self._runners: list[web.AppRunner] = []
+
+    async def start(self) -> None:
+        """Listen. Raises `OSError`."""
+        config = self.running.config
+        self.port = await self._listen(self._application(), config.admin.host, config.admin.port)
+        if config.metrics is not None:
+            scraped = web.Application()
+            scraped.router.add_get("/metrics", self.metrics)
+            self.metrics_port = await self._listen(scraped, config.metrics.host, config.metrics.port)
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        for runner in self._runners:
+            await runner.cleanup()
+        self._runners.clear()
+
+    async def _listen(self, application: web.Application, host: str, port: int) -> int:
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=2)
+        await runner.setup()
+        self._runners.append(runner)
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        return int(runner.addresses[0][1])
+
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[self._guard], client_max_size=64 * 1024 * 1024)
+        route = application.router
+        route.add_get("/healthz", self.healthz)
+        route.add_get("/readyz", self.readyz)
+        route.add_get("/metrics", self.metrics)
+        route.add_get("/workers", self.workers)
+        route.add_post("/workers", self.add_worker)
+        route.add_get("/workers/{id}", self.worker)
+        route.add_patch("/workers/{id}", self.change_worker)
+        route.add_delete("/workers/{id}", self.remove_worker)
+        route.add_post("/workers/{id}/drain", self.drain_worker)
+        route.add_get("/sessions", self.sessions)
+        route.add_get("/sessions/{id}", self.session)
+        route.add_delete("/sessions/{id}", self.remove_session)
+        route.add_post("/route", self.route)
+        route.add_get("/config", self.config)
+        return application
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Serve) -> web.StreamResponse:
+        try:
+            self._check(request)
+            return await handler(request)
+        except Fault as fault:
+            return _fault(fault.status, fault.message)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _fault(error.status, error.reason or "refused")
+
+    def _check(self, request: web.Request) -> None:
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.host:
+            raise web.HTTPForbidden(reason="requests of other sites are refused")
+        token = self.running.config.admin.token
+        if not token or request.path in ("/healthz", "/readyz"):
+            return
+        given = request.headers.get("authorization", "")
+        if not compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token!s}".encode()):
+            raise web.HTTPUnauthorized(reason="send the admin token as 'Authorization: Bearer TOKEN'")
+
+    # -- health and metrics -----------------------------------------------------------------------------------------
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        """The process lives."""
+        return _json({"status": "ok"})
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        """It can serve."""
+        ready, body = self.running.gateway.readiness()
+        return _json(body, 200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus exposition."""
+        return web.Response(body=self.running.metrics.exposition(), headers={"content-type": EXPOSITION})
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    async def workers(self, request: web.Request) -> web.Response:
+        """All workers with what they are, lack and do."""
+        return _json({"workers": [self._worker(worker) for worker in self.running.fleet.workers.values()]})
+
+    async def worker(self, request: web.Request) -> web.Response:
+        """One worker."""
+        return _json(self._worker(self._find(request)))
+
+    async def add_worker(self, request: web.Request) -> web.Response:
+        """Add a worker: ``{"url", "engine"?, "models"?, "api_key"?, "kv_tokens"?}``; it joins when it answers."""
+        body = await _object(request)
+        allowed = {"url", "engine", "models", "api_key", "kv_tokens"}
+        for name in body:
+            if name not in allowed:
+                raise BadRequest(f"unknown key {name!r}; known: {', '.join(sorted(allowed))}", param=name)
+        url = body.get("url")
+        if not isinstance(url, str):
+            raise BadRequest("url is missing: {'url': 'http://host:port'}", param="url")
+        engine = body.get("engine")
+        if engine is not None and engine not in all_engines():
+            raise BadRequest(f"engine must be one of {', '.join(all_engines())}", param="engine")
+        models = body.get("models")
+        if models is not None and not (isinstance(models, list) and all(isinstance(name, str) for name in models)):
+            raise BadRequest("models must be a list of names", param="models")
+        tokens = body.get("kv_tokens")
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens <= 0):
+            raise BadRequest("kv_tokens must be a positive whole number", param="kv_tokens")
+        key = body.get("api_key")
+        if key is not None and not isinstance(key, str):
+            raise BadRequest("api_key must be a string", param="api_key")
+        try:
+            spec = WorkerSpec(url=url, engine=engine, models=models, api_key=key, kv_tokens=tokens)
+        except ValueError as error:
+            raise BadRequest(str(error), param="url") from None
+        before = len(self.running.fleet.workers)
+        worker = self.running.add_worker(spec)
+        created = len(self.running.fleet.workers) > before
+        return _json(self._worker(worker), 201 if created else 200)
+
+    async def change_worker(self, request: web.Request) -> web.Response:
+        """``{"state": "ready" | "draining"}``."""
+        worker = self._find(request)
+        body = await _object(request)
+        if set(body) != {"state"} or body["state"] not in ("ready", "draining"):
+            raise BadRequest("what can be changed is {'state': 'ready'} or {'state': 'draining'}", param="state")
+        if body["state"] == "draining":
+            self.running.fleet.set_state(worker, State.DRAINING, "drained by the operator")
+        elif worker.state is State.DRAINING:
+            self.running.fleet.set_state(worker, State.READY, "resumed by the operator")
+        return _json(self._worker(worker))
+
+    async def drain_worker(self, request: web.Request) -> web.Response:
+        """Send it nothing new; its running requests end as they would."""
+        worker = self._find(request)
+        self.running.fleet.set_state(worker, State.DRAINING, "drained by the operator")
+        return _json(self._worker(worker), 202)
+
+    async def remove_worker(self, request: web.Request) -> web.Response:
+        """Forget it."""
+        worker = self._find(request)
+        self.running.remove_worker(worker)
+        return _json({"removed": worker.id, "running": worker.running})
+
+    def _find(self, request: web.Request) -> Worker:
+        wanted = request.match_info["id"]
+        worker = self.running.fleet.workers.get(wanted)
+        if worker is None:
+            raise NotFound(f"no worker is called {wanted!r}; GET /workers lists them")
+        return worker
+
+    def _worker(self, worker: Worker) -> dict[str, Any]:
+        facts = worker.facts
+        return {
+            "id": worker.id,
+            "url": worker.url,
+            "state": worker.state.value,
+            "reason": worker.reason,
+            "engine": facts.engine,
+            "version": facts.version,
+            "role": worker.role,
+            "models": [model.name for model in facts.models],
+            "block_size": facts.block_size,
+            "kv_tokens": facts.kv_tokens,
+            "context_length": facts.context_length,
+            "running": worker.running,
+            "connections": worker.pool.open,
+            "idle_connections": worker.pool.idle,
+            "targets": [
+                {
+                    "name": target.name,
+                    "rank": target.rank,
+                    "running": target.running,
+                    "wait_seconds": round(target.wait, 6),
+                    "homes": target.homes,
+                    "share": target.share,
+                    "breaker": target.breaker.state,
+                    "holding_pages": self.running.index.pages(target.id),
+                    "capacity_pages": self.running.index.capacity(target.id),
+                    "evicted_pages": self.running.index.evicted(target.id),
+                    "queue": target.load_report.waiting if target.load_report else None,
+                    "kv_usage": target.load_report.kv_usage if target.load_report else None,
+                }
+                for target in worker.targets
+            ],
+            "lacks": lacks(worker),
+        }
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    async def sessions(self, request: web.Request) -> web.Response:
+        """The most recently used sessions; ``?limit=N``, at most 1,000."""
+        text = request.query.get("limit", "100")
+        if not text.isdigit() or not 1 <= int(text) <= 1000:
+            raise BadRequest("limit must be from 1 to 1000", param="limit")
+        found = self.running.sessions.recent(int(text))
+        return _json({"total": len(self.running.sessions), "sessions": [self._session(session) for session in found]})
+
+    async def session(self, request: web.Request) -> web.Response:
+        """One session."""
+        return _json(self._session(self._find_session(request)))
+
+    async def remove_session(self, request: web.Request) -> web.Response:
+        """Forget a session; its next request is placed anew."""
+        session = self._find_session(request)
+        self.running.sessions.drop(session)
+        return _json({"removed": session.key.hex()})
+
+    def _find_session(self, request: web.Request) -> Session:
+        text = request.match_info["id"]
+        try:
+            session = self.running.sessions.get(bytes.fromhex(text))
+        except ValueError:
+            session = None
+        if session is None:
+            raise NotFound(f"no session is called {text!r}; GET /sessions lists the recent ones")
+        return session
+
+    def _session(self, session: Session) -> dict[str, Any]:
+        home = None if session.home is None else self.running.fleet.targets.get(session.home)
+        return {
+            "id": session.key.hex(),
+            "source": session.source,
+            "tenant": session.tenant,
+            "model": session.model,
+            "home": None if home is None else home.name,
+            "turns": session.turns,
+            "running": session.running,
+            "prompt_tokens": session.prompt_tokens,
+            "idle_seconds": round(self.running.gateway.clock() - session.used, 3),
+        }
+
+    # -- the dry run and the configuration --------------------------------------------------------------------------
+
+    async def route(self, request: web.Request) -> web.Response:
+        """Where would this request go, and why? The body is that of the request itself; nothing changes.
+
+        Headers are read as the data port reads them; ``?path=/v1/messages`` names another path than chat completions.
+        """
+        body = await request.read()
+        gateway = self.running.gateway
+        path = request.query.get("path", "/v1/chat/completions").encode()
+        named = {name.lower().encode(): value.encode("utf-8", "replace") for name, value in request.headers.items()}
+        if self.running.config.admin.token:
+            named.pop(b"authorization", None)
+        key = request.headers.get("x-warmroute-tenant-key")
+        if key is not None:
+            named[b"authorization"] = f"Bearer {key}".encode()
+        return _json(gateway.dry_run(path, body, named, draw_of(named.get(b"x-request-id", b"dry run"))))
+
+    async def config(self, request: web.Request) -> web.Response:
+        """The configuration in force, secrets hidden."""
+        return _json(shown(self.running.config))
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(await request.read())
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def _fault(status: int, message: str) -> web.Response:
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    response = _json({"error": {"message": message, "code": status}}, status)
+    if headers:
+        response.headers.update(headers)
+    return response

@@ -1,0 +1,469 @@
+"""The composition root: the one file that knows every part.
+
+`Gateway` joins the data plane to routing and keeps what all exchanges share. `gateway.run` starts and stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import count
+from math import inf
+from os import urandom
+from time import monotonic
+
+import msgspec
+
+from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
+from gateway.dialects.fields import splice
+from gateway.errors import (
+    Backpressure,
+    Fault,
+    Internal,
+    NotFound,
+    NoWorker,
+    WorkerFault,
+    WrongMethod,
+)
+from gateway.exchange import Exchange
+from gateway.fleet import Charge, Fleet, State, Target
+from gateway.http import wire
+from gateway.http.limits import Inward, Outward
+from gateway.http.server import Inbound, Incoming, Server
+from gateway.listing import models_body
+from gateway.metrics import Gauge, Metrics
+from gateway.routing import Ask, Options, Routing, draw_of
+from gateway.sessions import Sessions
+from gateway.tenants import Tenants
+from kv_index.radix import RadixIndex
+from policies.base import Choice
+
+log = logging.getLogger("warmroute")
+
+OPAQUE = Route("passthrough", generates=False, opaque=True, methods=())
+RESERVE = 10.0
+"""Retries that are always allowed, whatever the budget."""
+PINS = 100_000
+"""Responses remembered with the worker that has them."""
+
+
+class Gateway:
+    """Everything that serves requests. Times are seconds on the loop's clock."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        sessions: Sessions,
+        index: RadixIndex,
+        metrics: Metrics,
+        tenants: Tenants,
+        options: Options,
+        limits_in: Inward | None = None,
+        limits_out: Outward | None = None,
+        attempts: int = 3,
+        retry_budget: float = 0.1,
+        passthrough: tuple[str, ...] = (),
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.clock = monotonic
+        self.fleet = fleet
+        self.sessions = sessions
+        self.index = index
+        self.metrics = metrics
+        self.tenants = tenants
+        self.options = options
+        self.routing = Routing(fleet, sessions, index, metrics, options)
+        self.limits_in = limits_in or Inward()
+        self.limits_out = limits_out or Outward()
+        self.attempts = attempts
+        self.retry_budget = retry_budget
+        self._retries_left = RESERVE
+        self.exchanges: set[Exchange] = set()
+        self.ending = False
+        """Readiness is off: this process is on its way out."""
+        self.dialects = all_dialects()
+        self.fallback = self.dialects["openai"]
+        self.routes: dict[bytes, tuple[Dialect, Route]] = {
+            path: (dialect, route) for dialect in self.dialects.values() for path, route in dialect.routes.items()
+        }
+        for path in passthrough:
+            self.routes.setdefault(path.encode(), (self.fallback, OPAQUE))
+        self.defects = 0
+        self._boot = urandom(6).hex().encode()
+        self._serial = count()
+        self._pins: OrderedDict[str, str] = OrderedDict()
+        """Id of a stored response -> worker id."""
+        self._own = {b"/healthz": self._healthz, b"/readyz": self._readyz, b"/v1/models": self._models}
+        self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal)
+        self._gauges()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def serve(self, incoming: Incoming, client: Inbound) -> None:
+        """Take one complete request."""
+        started = self.clock()
+        request_id = incoming.named.get(b"x-request-id") or b"%b-%x" % (self._boot, next(self._serial))
+        dialect = self.fallback
+        try:
+            own = self._own.get(incoming.path)
+            if own is not None:
+                client.send(own(incoming))
+                client.done()
+                return
+            found = self.routes.get(incoming.path) or self._stored(incoming.path)
+            if found is None:
+                raise NotFound(f"there is no {_show(incoming.path)} here")
+            dialect, route = found
+            if route.methods and incoming.method not in route.methods:
+                raise WrongMethod(f"{_show(incoming.path)} takes {b', '.join(route.methods).decode()}")
+            self._exchange(incoming, client, dialect, route, request_id, started)
+        except Fault as fault:
+            self._count_refusal(fault)
+            client.send(self.fault_response(dialect, fault, incoming, request_id))
+            client.done()
+        except Exception:
+            self.defect("taking a request")
+            failed = Internal("the gateway failed; its log says why")
+            client.send(self.fault_response(dialect, failed, incoming, request_id))
+            client.done()
+
+    def _exchange(
+        self, incoming: Incoming, client: Inbound, dialect: Dialect, route: Route, request_id: bytes, started: float
+    ) -> None:
+        named = incoming.named
+        tenant = self.tenants.of(named)
+        reading = self._read(incoming, dialect, route)
+        ask = self.routing.ask(tenant, reading, named, draw_of(request_id), started)
+        exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
+        exchange.start()
+
+    def _read(self, incoming: Incoming, dialect: Dialect, route: Route) -> Reading:
+        encoding = incoming.named.get(b"content-encoding")
+        if route.opaque or not incoming.body or (encoding is not None and encoding.lower() != b"identity"):
+            reading = Reading()
+            reading.opaque = True
+            reading.model = _multipart_model(incoming) if route.opaque else None
+            if route.kind == "stored":
+                reading.previous = incoming.path.split(b"/")[3].decode("ascii", "replace")
+                if reading.previous not in self._pins:
+                    raise NotFound(f"no response {reading.previous!r} is known here")
+            return reading
+        return dialect.read(route, incoming.body)
+
+    def dry_run(self, path: bytes, body: bytes, named: Mapping[bytes, bytes], draw: int) -> dict[str, object]:
+        """What would be chosen for this body and why. Raises `Fault`; changes nothing."""
+        found = self.routes.get(path)
+        if found is None or found[1].opaque:
+            raise NotFound(f"{_show(path)} is not a path that is routed by what it says")
+        dialect, route = found
+        reading = dialect.read(route, body)
+        tenant = self.tenants.of(named)
+        now = self.clock()
+        return self.routing.explain(self.routing.ask(tenant, reading, named, draw, now, dry=True), now)
+
+    def _stored(self, path: bytes) -> tuple[Dialect, Route] | None:
+        """Routes below ``/v1/responses/``."""
+        if path.startswith(b"/v1/responses/"):
+            rest = path[len(b"/v1/responses/") :]
+            if rest and (b"/" not in rest or rest.endswith((b"/cancel", b"/input_items"))):
+                return self.fallback, Route(
+                    "stored", generates=False, opaque=True, methods=(b"GET", b"DELETE", b"POST")
+                )
+        return None
+
+    def pinned(self, ask: Ask, tried: set[int], now: float) -> Choice | None:
+        """The choice where state lives on one worker: a stored response that this request goes on from or names."""
+        previous = ask.reading.previous
+        if previous is None:
+            return None
+        worker_id = self._pins.get(previous)
+        if worker_id is None:
+            return None
+        worker = self.fleet.workers.get(worker_id)
+        for target in worker.targets if worker is not None else ():
+            if target.id not in tried and self.fleet.usable(target, now):
+                return Choice(target, "pinned")
+        raise NoWorker(f"the worker that holds {previous!r} is gone or cannot be used now: its state cannot be reached")
+
+    def body_for(self, exchange: Exchange, target: Target) -> bytes:
+        """The body to send: the client's bytes, but for what must be cut out or rewritten."""
+        reading, model = exchange.reading, exchange.ask.model
+        body = exchange.body
+        renamed = model is not None and reading.model is not None and reading.model != model.name
+        if not (renamed or reading.guarded) or exchange.route.opaque:
+            return body
+        add = {"model": msgspec.json.encode(model.name)} if renamed and model is not None else {}
+        return splice(body, reading.guarded, add)
+
+    # -- what exchanges tell ----------------------------------------------------------------------------------------
+
+    def sent(self, exchange: Exchange) -> None:
+        """The first attempt was sent."""
+        self._retries_left = min(self._retries_left + self.retry_budget, 1000.0)
+        ask, choice, target = exchange.ask, exchange.choice, exchange.target
+        assert choice is not None
+        assert target is not None
+        metrics = self.metrics
+        metrics.decisions.add((ask.tenant.name, ask.model_name, ask.policy.name, choice.reason))
+        metrics.routed.add((ask.model_name, target.name))
+        if ask.found is not None:
+            metrics.session_sources.add((ask.found,))
+        metrics.overhead.observe((ask.policy.name,), self.clock() - exchange.started)
+
+    def first_event(self, exchange: Exchange, charge: Charge) -> None:
+        """The first event of a stream came: its prefill is over."""
+        target = charge.target
+        alone = target.running == 1 and not target.foreign
+        self.fleet.first_byte(charge)
+        ask = exchange.ask
+        labels = (ask.tenant.name, ask.model_name, ask.policy.name)
+        self.metrics.ttft.observe((*labels, _turn(ask.turn)), exchange.first_at - exchange.started)
+        if alone and ask.request.tokens is not None and ask.model is not None:
+            calibration = self.fleet.calibration(ask.model.name, target.worker.facts.engine)
+            calibration.first_byte(charge.uncached, charge.context, exchange.first_at - exchange.sent_at)
+
+    def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
+        """An exchange is over, whatever the outcome."""
+        ask, target = exchange.ask, exchange.target
+        metrics = self.metrics
+        labels = (ask.tenant.name, ask.model_name, ask.policy.name)
+        now = self.clock()
+        metrics.requests.add((ask.tenant.name, ask.model_name, exchange.route.kind, ask.policy.name, outcome))
+        metrics.duration.observe(labels, now - exchange.started)
+        if target is None or not streaming:
+            return
+        self.routing.settle(ask, target, usage)
+        at = (*labels, target.name)
+        if ask.predicted is not None and ask.request.tokens is not None:
+            metrics.predicted_tokens.add(at, ask.predicted)
+            metrics.predicted_prompt_tokens.add(at, ask.request.tokens)
+        if usage is not None:
+            self._count_usage(exchange, usage, labels, at)
+        if exchange.route.kind == "responses" and outcome == "ok":
+            self._remember_response(exchange, target)
+
+    def _count_usage(
+        self, exchange: Exchange, usage: Usage, labels: tuple[str, str, str], at: tuple[str, str, str, str]
+    ) -> None:
+        metrics, ask = self.metrics, exchange.ask
+        if usage.prompt is not None:
+            metrics.prompt_tokens.add(at, usage.prompt)
+            if usage.cached is not None:
+                metrics.cached_tokens.add(at, usage.cached)
+                metrics.reported_prompt_tokens.add(at, usage.prompt)
+                if ask.predicted is not None and usage.prompt:
+                    error = (usage.cached - ask.predicted) / usage.prompt
+                    metrics.prediction_error.observe((ask.model_name,), error)
+        if usage.completion is not None:
+            metrics.completion_tokens.add(at, usage.completion)
+            if exchange.sse and usage.completion > 1 and exchange.last_at > exchange.first_at:
+                between = (exchange.last_at - exchange.first_at) / (usage.completion - 1)
+                metrics.inter_token.observe(labels, between)
+                if ask.model is not None and exchange.target is not None:
+                    engine = exchange.target.worker.facts.engine
+                    self.fleet.calibration(ask.model.name, engine).between_tokens(between)
+
+    def _remember_response(self, exchange: Exchange, target: Target) -> None:
+        found = _response_id(b"".join(exchange.tail))
+        if found is not None:
+            self._pins[found] = target.worker.id
+            if len(self._pins) > PINS:
+                self._pins.popitem(last=False)
+
+    def worker_fault(self, target: Target, fault: WorkerFault) -> None:
+        """A worker did wrong."""
+        now = self.clock()
+        self.metrics.worker_faults.add((target.name, type(fault).__name__.lower()))
+        if self.fleet.failed(target, now):
+            self.metrics.breakers.add((target.name,))
+            log.warning("breaker of %s opened: %s", target.name, fault.message)
+        self.fleet.connection_failed(target.worker, fault)
+
+    def worker_full(self, target: Target, fault: Backpressure, now: float) -> None:
+        """A worker said it is full: leave it alone for as long as it asks, or a moment."""
+        self.metrics.backpressure.add((target.name,))
+        self.fleet.pause(target, now + min(fault.retry_after or 0.2, 60.0))
+
+    def may_retry(self, ask: Ask, fault: Fault) -> bool:
+        """Whether the retry budget (a share of the traffic) allows another attempt; takes it if so."""
+        if self._retries_left < 1:
+            return False
+        self._retries_left -= 1
+        self.metrics.retries.add((ask.model_name, type(fault).__name__.lower()))
+        return True
+
+    def defect(self, doing: str) -> None:
+        """A bug of ours, in an except block: it is logged whole and counted, and costs one request."""
+        self.defects += 1
+        log.exception("defect while %s", doing)
+
+    # -- answers of our own -----------------------------------------------------------------------------------------
+
+    def told(self, exchange: Exchange) -> bytes:
+        """Response header lines that say where and why, if the tenant may see them."""
+        ask, target, choice = exchange.ask, exchange.target, exchange.choice
+        if target is None or choice is None or not ask.tenant.shows_routing:
+            return b""
+        parts = [b"x-warmroute-worker: ", target.name.encode(), b"\r\nx-warmroute-decision: "]
+        parts += (ask.policy.name.encode(), b"/", choice.reason.encode(), b"\r\n")
+        if ask.found is not None:
+            parts += (b"x-warmroute-session-source: ", ask.found.encode(), b"\r\n")
+        if ask.predicted is not None:
+            parts.append(b"x-warmroute-predicted-cached-tokens: %d\r\n" % ask.predicted)
+        return b"".join(parts)
+
+    def fault_response(self, dialect: Dialect, fault: Fault, incoming: Incoming, request_id: bytes) -> bytes:
+        """A whole error response in the caller's dialect."""
+        extra = b"x-request-id: %b\r\n" % request_id
+        if fault.retry_after is not None:
+            extra += b"retry-after: %d\r\n" % max(1, round(fault.retry_after))
+        elif fault.status in (429, 503):
+            extra += b"retry-after: 1\r\n"
+        if fault.status == 401:
+            extra += b"www-authenticate: Bearer\r\n"
+        return wire.whole(fault.status, dialect.error(fault), incoming, extra)
+
+    def _render(self, fault: Fault) -> bytes:
+        refused = Incoming(b"POST", b"/", [], False)
+        refused.close = True
+        extra = b"retry-after: %d\r\n" % fault.retry_after if fault.retry_after else b""
+        return wire.whole(fault.status, self.fallback.error(fault), refused, extra)
+
+    def _count_refusal(self, fault: Fault) -> None:
+        self.metrics.refused.add((str(fault.status),))
+
+    def _healthz(self, incoming: Incoming) -> bytes:
+        return wire.whole(200, b'{"status":"ok"}', incoming)
+
+    def _readyz(self, incoming: Incoming) -> bytes:
+        ready, body = self.readiness()
+        return wire.whole(200 if ready else 503, msgspec.json.encode(body), incoming)
+
+    def readiness(self) -> tuple[bool, dict[str, object]]:
+        """Whether every configured model has a ready worker (any worker, if no model is configured)."""
+        models = sorted(self.options.configured)
+        lacking = [model for model in models if not any(w.state is State.READY for w in self.fleet.serving(model))]
+        ready = not self.ending and not lacking and any(True for _ in self.fleet.ready())
+        reason = (
+            "shutting down" if self.ending else "no ready worker" if not lacking else "models without a ready worker"
+        )
+        return ready, {"ready": ready, **({} if ready else {"reason": reason, "models": lacking})}
+
+    def _models(self, incoming: Incoming) -> bytes:
+        if incoming.method not in (b"GET", b"HEAD"):
+            raise WrongMethod("/v1/models takes GET")
+        tenant = self.tenants.of(incoming.named)
+        return wire.whole(200, models_body(self.fleet, self.options.aliases, tenant.models), incoming)
+
+    # -- upkeep -----------------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Once a second: deadlines, idle sessions, breakers, slow starts."""
+        now = self.clock()
+        self.server.sweep(now)
+        self.fleet.sweep(now)
+        self.sessions.sweep(now)
+        for exchange in [e for e in self.exchanges if e.deadline < inf]:
+            exchange.overdue(now)
+
+    def forget_target(self, target: int) -> None:
+        """What a target held is gone."""
+        self.index.clear(target)
+        self.sessions.unbind_all(target)
+
+    def _gauges(self) -> None:
+        fleet, index = self.fleet, self.index
+        targets = fleet.targets
+
+        self.metrics.gauges += [
+            Gauge(
+                "warmroute_target_in_flight",
+                "Requests in flight that this gateway sent.",
+                lambda: [((t.name,), t.running) for t in targets.values()],
+                ("target",),
+            ),
+            Gauge(
+                "warmroute_target_wait_seconds",
+                "Estimated prefill work in front of a new request.",
+                lambda: [((t.name,), t.wait) for t in targets.values()],
+                ("target",),
+            ),
+            Gauge(
+                "warmroute_target_homes",
+                "Live sessions at home on the target.",
+                lambda: [((t.name,), t.homes) for t in targets.values()],
+                ("target",),
+            ),
+            Gauge(
+                "warmroute_target_holding_pages",
+                "Pages of 256 bytes that the target is believed to hold.",
+                lambda: [((t.name,), index.pages(t.id)) for t in targets.values()],
+                ("target",),
+            ),
+            Gauge(
+                "warmroute_target_queue",
+                "Requests that the engine reports waiting; absent while it does not say.",
+                lambda: [
+                    ((t.name,), t.load_report.waiting)
+                    for t in targets.values()
+                    if t.load_report is not None and t.load_report.waiting is not None
+                ],
+                ("target",),
+            ),
+            Gauge(
+                "warmroute_worker_state",
+                "1 for the state that a worker is in.",
+                lambda: [
+                    ((worker.id, state.value), float(worker.state is state))
+                    for worker in fleet.workers.values()
+                    for state in State
+                ],
+                ("worker", "state"),
+            ),
+            Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.bytes)]),
+            Gauge("warmroute_sessions", "Live sessions.", lambda: [((), len(self.sessions))]),
+            Gauge("warmroute_connections", "Client connections.", lambda: [((), len(self.server.connections))]),
+            Gauge("warmroute_exchanges", "Requests being answered.", lambda: [((), len(self.exchanges))]),
+            Gauge("warmroute_defects", "Errors of the gateway's own since its start.", lambda: [((), self.defects)]),
+        ]
+
+
+def _turn(turn: int) -> str:
+    if turn <= 0:
+        return "none"
+    return "1" if turn == 1 else "2-5" if turn <= 5 else "6-20" if turn <= 20 else "21+"
+
+
+def _show(path: bytes) -> str:
+    return path[:200].decode("ascii", "replace")
+
+
+def _multipart_model(incoming: Incoming) -> str | None:
+    """The ``model`` field of a multipart form, or of a JSON body that is otherwise opaque."""
+    kind = incoming.named.get(b"content-type", b"")
+    if kind.startswith(b"multipart/form-data"):
+        at = incoming.body.find(b'name="model"')
+        start = incoming.body.find(b"\r\n\r\n", at) if at >= 0 else -1
+        end = incoming.body.find(b"\r\n", start + 4) if start >= 0 else -1
+        if 0 <= end - start - 4 <= 256:
+            return incoming.body[start + 4 : end].decode("utf-8", "replace") or None
+        return None
+    if kind.startswith(b"application/json"):
+        try:
+            value = msgspec.json.decode(incoming.body, type=dict[str, msgspec.Raw]).get("model")
+            name = msgspec.json.decode(value) if value is not None else None
+        except msgspec.DecodeError:
+            return None
+        return name if isinstance(name, str) else None
+    return None
+
+
+def _response_id(tail: bytes) -> str | None:
+    at = tail.rfind(b'"id":"resp_')
+    if at < 0:
+        return None
+    end = tail.find(b'"', at + 6)
+    return tail[at + 6 : end].decode("ascii", "replace") if 0 < end - at < 200 else None

@@ -1,0 +1,76 @@
+"""Learning what an engine costs, online.
+
+First-byte times of requests that met an idle target are regressed on (1, u, u*(c + u/2)), u uncached tokens behind c:
+the coefficients are `Rates.base`, `Rates.token` and `Rates.attention`. Old samples fade; the priors count as a few
+samples, so that the coefficients stay sane while there is no variety. A target that is persistently slower than its
+kind gets rates of its own.
+"""
+
+from dataclasses import dataclass, field
+
+from policies.base import Rates
+
+FADE = 0.999
+"""Weight that a sample loses with each later one: about a thousand count."""
+PRIOR = 4.0
+"""Samples that a prior counts as, at 1,000 tokens."""
+SOLVE_EVERY = 8
+
+
+@dataclass(slots=True, eq=False)
+class Calibration:
+    """Rates of one model on one kind of engine, and the sums behind them."""
+
+    rates: Rates = field(default_factory=Rates)
+    samples: int = 0
+    step: float | None = None
+    """Seconds between two tokens of one stream, smoothed; ``None`` until seen."""
+    _gram: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """Upper triangle of the weighted x'x: 11 12 13 22 23 33."""
+    _moment: list[float] = field(default_factory=lambda: [0.0] * 3)
+    _prior: Rates = field(default_factory=Rates)
+
+    def first_byte(self, uncached: float, context: float, seconds: float) -> None:
+        """One observation: ``uncached`` tokens behind ``context``, with nothing in front, took ``seconds``."""
+        if seconds <= 0 or seconds > 600:
+            return
+        x, y = uncached / 1000.0, uncached * (context + 0.5 * uncached) / 1e6
+        gram, moment = self._gram, self._moment
+        for at, value in enumerate((1.0, x, y, x * x, x * y, y * y)):
+            gram[at] = FADE * gram[at] + value
+        for at, value in enumerate((1.0, x, y)):
+            moment[at] = FADE * moment[at] + value * seconds
+        self.samples += 1
+        if self.samples % SOLVE_EVERY == 0:
+            self._solve()
+
+    def between_tokens(self, seconds: float) -> None:
+        """Mean time between two tokens of a stream that ended."""
+        if 0 < seconds < 60:
+            self.step = seconds if self.step is None else 0.98 * self.step + 0.02 * seconds
+
+    def _solve(self) -> None:
+        g11, g12, g13, g22, g23, g33 = self._gram
+        prior = self._prior
+        wanted = [prior.base, prior.token * 1e3, prior.attention * 1e6]
+        g11, g22, g33 = g11 + PRIOR, g22 + PRIOR, g33 + PRIOR
+        m = [self._moment[at] + PRIOR * wanted[at] for at in range(3)]
+        solved = _cramer((g11, g12, g13, g22, g23, g33), m)
+        if solved is None:
+            return
+        base, token, attention = solved
+        self.rates.base = min(max(base, 1e-4), 10.0)
+        self.rates.token = min(max(token / 1e3, 1e-7), 0.1)
+        self.rates.attention = min(max(attention / 1e6, 0.0), 1e-6)
+
+
+def _cramer(gram: tuple[float, ...], m: list[float]) -> tuple[float, float, float] | None:
+    a, b, c, d, e, f = gram
+    minor_a, minor_b, minor_c = d * f - e * e, b * f - c * e, b * e - c * d
+    determinant = a * minor_a - b * minor_b + c * minor_c
+    if abs(determinant) < 1e-12:
+        return None
+    x = m[0] * minor_a - b * (m[1] * f - e * m[2]) + c * (m[1] * e - d * m[2])
+    y = a * (m[1] * f - m[2] * e) - m[0] * minor_b + c * (b * m[2] - m[1] * c)
+    z = a * (d * m[2] - e * m[1]) - b * (b * m[2] - m[1] * c) + m[0] * minor_c
+    return x / determinant, y / determinant, z / determinant

@@ -1,0 +1,80 @@
+"""``warmroute check --fleet``: what every worker is, and what it lacks."""
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from gateway.config import Config
+from gateway.engines.audit import lacks
+from gateway.errors import WorkerFault
+from gateway.fleet import Fleet, Worker, WorkerSpec
+from gateway.probe import Probe
+
+
+async def check_fleet(config: Config, as_json: bool) -> int:
+    """Ask all configured workers once; 0 if all answer, else 1."""
+    fleet = Fleet(lambda: 0.0)
+    probe = Probe(fleet)
+    await probe.start()
+    rows: list[tuple[Worker, str | None]] = []
+    try:
+        for each in config.workers:
+            worker = fleet.add(
+                WorkerSpec(
+                    each.url,
+                    each.engine,
+                    each.role,
+                    each.models,
+                    each.api_key,
+                    each.kv_tokens,
+                    each.verify_tls,
+                    each.ca,
+                )
+            )
+            problem = None
+            try:
+                fleet.describe(worker, await probe.read(worker))
+            except WorkerFault as fault:
+                problem = fault.message
+            rows.append((worker, problem))
+    finally:
+        await probe.stop()
+    if as_json:
+        print(json.dumps({"workers": [_row(worker, problem) for worker, problem in rows]}))
+    else:
+        _show(rows)
+    return 1 if any(problem for _, problem in rows) else 0
+
+
+def _row(worker: Worker, problem: str | None) -> dict[str, object]:
+    facts = worker.facts
+    return {
+        "url": worker.url,
+        "problem": problem,
+        "engine": None if problem else facts.engine,
+        "version": facts.version,
+        "models": [model.name for model in facts.models],
+        "kv_tokens": facts.kv_tokens,
+        "block_size": facts.block_size,
+        "lacks": [] if problem else lacks(worker),
+    }
+
+
+def _show(rows: list[tuple[Worker, str | None]]) -> None:
+    table = Table("worker", "engine", "models", "KV tokens", "block", "what is missing")
+    for worker, problem in rows:
+        facts = worker.facts
+        if problem:
+            table.add_row(worker.url, "-", "-", "-", "-", f"does not answer: {problem}")
+            continue
+        missing = "\n".join(f"{row['what']}: {row['costs']}\n  cure: {row['cure']}" for row in lacks(worker))
+        table.add_row(
+            worker.url,
+            f"{facts.engine} {facts.version or ''}".strip(),
+            ", ".join(model.name for model in facts.models) or "-",
+            "unknown" if facts.kv_tokens is None else f"{facts.kv_tokens:,}",
+            "unknown" if facts.block_size is None else str(facts.block_size),
+            missing or "nothing",
+        )
+    Console().print(table)

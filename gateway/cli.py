@@ -1,0 +1,114 @@
+"""The command ``warmroute``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from gateway import config as configuration
+from gateway.config import Config, ConfigError, Problem, WorkerConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, datefmt="%H:%M:%S"
+    )
+    try:
+        return int(options.run(options))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="warmroute", description="A gateway in front of a fleet of LLM engines.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="run the gateway")
+    serve.add_argument("--config", metavar="FILE", help="YAML configuration; flags below win over it")
+    serve.add_argument(
+        "--worker", metavar="URL", action="append", default=[], help="an engine, like http://host:8000; may be repeated"
+    )
+    serve.add_argument("--policy", metavar="NAME", help="how targets are chosen (default cache_aware)")
+    serve.add_argument("--host", help="address for clients (default 0.0.0.0)")
+    serve.add_argument("--port", type=int, help="port for clients (default 8080)")
+    serve.add_argument("--admin-port", type=int, help="port of the control plane on loopback (default 8081)")
+    serve.set_defaults(run=_serve)
+    demo = commands.add_parser("demo", help="compare policies on an embedded fleet of simulated engines")
+    demo.add_argument(
+        "--seconds", type=float, default=12.0, metavar="N", help="length of each policy's run (default 12)"
+    )
+    demo.add_argument("--keep", action="store_true", help="stay up afterwards, to be tried with curl")
+    demo.add_argument("--json", action="store_true", help="print the results as JSON")
+    demo.set_defaults(run=_demo)
+    check = commands.add_parser("check", help="check a configuration file, or a fleet")
+    check.add_argument("file", metavar="FILE", nargs="?", help="YAML configuration")
+    check.add_argument("--fleet", action="store_true", help="ask every worker what it is and what it lacks")
+    check.add_argument("--worker", metavar="URL", action="append", default=[], help="a worker to ask; may be repeated")
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """The configuration of a file and flags together. Raises `ConfigError`."""
+    config = configuration.read(options.config) if options.config else Config()
+    for url in options.worker:
+        config.workers.append(WorkerConfig(url))
+    if options.policy is not None:
+        config.policy = options.policy
+    if options.host is not None:
+        config.listen.host = options.host
+    if options.port is not None:
+        config.listen.port = options.port
+    if options.admin_port is not None:
+        config.admin.port = options.admin_port
+    problems = configuration.check(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from gateway.run import serve
+
+    config = _config(options)
+    if not config.workers:
+        logging.getLogger("warmroute").warning(
+            "no workers: name some with --worker URL, in the file, or POST them to /workers on the admin port"
+        )
+    try:
+        uvloop.run(serve(config))
+    except OSError as error:
+        print(f"cannot listen: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from load_tests.demo import run
+
+    return run(seconds=options.seconds, keep=options.keep, as_json=options.json)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from gateway.check import check_fleet
+
+    if options.file is None and not options.worker:
+        raise ConfigError([Problem(None, "", "name a FILE, or --worker URL with --fleet")])
+    config = configuration.read(options.file) if options.file else Config()
+    for url in options.worker:
+        config.workers.append(WorkerConfig(url))
+    if options.fleet or options.worker:
+        return asyncio.run(check_fleet(config, as_json=options.json))
+    print(f"{options.file}: fine")
+    return 0

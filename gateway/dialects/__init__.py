@@ -1,0 +1,140 @@
+"""Request kinds: what to read of a body, what to splice into it, how errors look. One dialect a file.
+
+A dialect is an object called ``DIALECT`` in a module of this package. It lists its routes; the gateway finds it by them.
+Reading is one typed decode; the body itself is never serialised again.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import NamedTuple, Protocol
+
+from msgspec import Raw
+
+from gateway.errors import Fault
+
+
+class Usage(NamedTuple):
+    """Token counts as the engine reports them; ``None`` where it does not say."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+
+
+MARKS = 8
+"""How many message ends before the last are told: a turn adds an answer and a few tool results."""
+
+
+class Prompt:
+    """The canonical prompt, in the order in which a chat template renders it."""
+
+    __slots__ = ("_ends", "_parts", "text")
+
+    def __init__(self, parts: list[bytes | Raw], ends: list[int]) -> None:
+        self.text = b"".join(parts)
+        self._parts = parts
+        self._ends = ends
+
+    def marks(self) -> list[int]:
+        """Offsets in ``text`` at which the last `MARKS` + 1 messages end, ascending; empty without messages.
+
+        ``text`` up to a mark does not depend on what follows it, as long as no thinking is dropped before it.
+        """
+        wanted = self._ends[-MARKS - 1 :]
+        offset, start, found = 0, 0, []
+        for end in wanted:
+            offset += sum([len(memoryview(part)) for part in self._parts[start:end]])
+            start = end
+            found.append(offset)
+        return found
+
+
+class Route(NamedTuple):
+    """One path of a dialect."""
+
+    kind: str
+    """Short word, a metric label."""
+    generates: bool = True
+    """Whether an answer is generated token by token; otherwise the request is routed by load alone."""
+    opaque: bool = False
+    """Whether the body is not JSON that we understand."""
+    methods: tuple[bytes, ...] = (b"POST",)
+
+
+class Reading:
+    """What routing needs of one request's body."""
+
+    __slots__ = (
+        "conversation",
+        "guarded",
+        "make_prompt",
+        "model",
+        "namespace",
+        "opaque",
+        "output",
+        "previous",
+        "session",
+        "stream",
+    )
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.opaque = False
+        """The body was not read: any worker may do."""
+        self.stream = False
+        self.guarded: tuple[str, ...] = ()
+        """Fields found that only the gateway may set."""
+        self.output: int | None = None
+        """Most tokens that the client wants generated."""
+        self.namespace: bytes = b""
+        """Adapter, salt: what separates caches of one model."""
+        self.session: Callable[[], tuple[str, str] | None] = _nothing
+        """(source, value) of the body's own naming of its session."""
+        self.previous: str | None = None
+        """``previous_response_id``: state that one worker has."""
+        self.conversation: str | None = None
+        """``conversation``: state that one worker has."""
+        self.make_prompt: Callable[[bool], Prompt] | None = None
+        """Builds the canonical prompt, told whether the template keeps all thinking; ``None`` when there is none."""
+
+
+class Dialect(Protocol):
+    """How one family of clients speaks."""
+
+    name: str
+    routes: Mapping[bytes, Route]
+
+    def read(self, route: Route, body: bytes) -> Reading:
+        """Read a body. Raises `BadRequest` only for what no engine could read."""
+        ...
+
+    def error(self, fault: Fault) -> bytes:
+        """A JSON body."""
+        ...
+
+    def error_event(self, fault: Fault) -> bytes:
+        """Complete SSE events that end a stream which failed."""
+        ...
+
+    def failure(self, event: bytes) -> tuple[int, str] | None:
+        """(status, message) if the first event of a stream says that nothing was begun."""
+        ...
+
+    def usage(self, tail: bytes, streamed: bool) -> Usage | None:
+        """Token counts from the last bytes of an answer."""
+        ...
+
+
+def all_dialects() -> dict[str, Dialect]:
+    """Every dialect of this package, by name."""
+    found: dict[str, Dialect] = {}
+    for module in sorted(iter_modules(__path__), key=lambda module: module.name):
+        dialect = getattr(import_module(f"{__name__}.{module.name}"), "DIALECT", None)
+        if dialect is not None:
+            found[dialect.name] = dialect
+    return found
+
+
+def _nothing() -> tuple[str, str] | None:
+    return None

@@ -1,0 +1,213 @@
+"""Fields that several dialects share, and splicing into a body without serialising it again."""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+from xxhash import xxh3_128_digest
+
+from gateway.errors import BadRequest
+
+Field = Raw | UnsetType
+
+GUARDED = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "disaggregated_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+)
+"""Engines trust these blindly; only the gateway may set them."""
+
+GUARDED_HEADERS = frozenset((b"x-data-parallel-rank",))
+"""Their like in header form; so is everything that begins with ``x-override-``."""
+
+
+class Common(msgspec.Struct):
+    """Top-level fields that routing reads in every JSON dialect. What is rarely used stays raw."""
+
+    model: str | None = None
+    stream: bool | None = None
+    max_tokens: Field = UNSET
+    max_completion_tokens: Field = UNSET
+    max_output_tokens: Field = UNSET
+    prompt_cache_key: Field = UNSET
+    session_id: Field = UNSET
+    session_params: Field = UNSET
+    litellm_session_id: Field = UNSET
+    metadata: Field = UNSET
+    rid: Field = UNSET
+    user: Field = UNSET
+    previous_response_id: Field = UNSET
+    conversation: Field = UNSET
+    cache_salt: Field = UNSET
+    extra_key: Field = UNSET
+    lora_path: Field = UNSET
+    kv_transfer_params: Field = UNSET
+    ec_transfer_params: Field = UNSET
+    disaggregated_params: Field = UNSET
+    bootstrap_host: Field = UNSET
+    bootstrap_port: Field = UNSET
+    bootstrap_room: Field = UNSET
+    bootstrap_pair_key: Field = UNSET
+    decode_tp_size: Field = UNSET
+    routed_dp_rank: Field = UNSET
+    data_parallel_rank: Field = UNSET
+    disagg_prefill_dp_rank: Field = UNSET
+
+
+class Loose(msgspec.Struct):
+    """Last resort for a body whose types no dialect expects: it is still relayed, and routed by what can be read."""
+
+    model: Field = UNSET
+    stream: Field = UNSET
+
+
+_loose = msgspec.json.Decoder(Loose)
+_mapping = msgspec.json.Decoder(dict[str, Raw])
+_any = msgspec.json.Decoder()
+
+
+def value_of(field: Field | None) -> Any:
+    """A raw field decoded; ``None`` when absent."""
+    if field is UNSET or field is None:
+        return None
+    try:
+        return _any.decode(field)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def text_of(field: Field) -> str | None:
+    """A raw field as a non-empty string, else ``None``."""
+    value = value_of(field)
+    return value if isinstance(value, str) and value else None
+
+
+def count_of(*fields: Field) -> int | None:
+    """The first of ``fields`` that is a positive integer."""
+    for field in fields:
+        value = value_of(field)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def read_loose(body: bytes, problem: msgspec.ValidationError) -> tuple[str | None, bool]:
+    """(model, stream) of a body of unexpected types. Raises `BadRequest` when it is not an object of that kind."""
+    try:
+        loose = _loose.decode(body)
+    except msgspec.DecodeError:
+        raise BadRequest(f"the body is not what this path takes: {problem}") from None
+    model = value_of(loose.model)
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("model must be a string", param="model")
+    return model, value_of(loose.stream) in (True, 1, "true")
+
+
+def not_json(error: Exception) -> BadRequest:
+    """What a body that is not JSON is told."""
+    return BadRequest(f"the body is not valid JSON: {error}")
+
+
+def guarded_in(common: Common, body: bytes) -> tuple[str, ...]:
+    """Names of guarded fields in ``body``. Raises `BadRequest` if one appears twice or in an escaped spelling."""
+    present = [name for name in GUARDED if getattr(common, name) is not UNSET]
+    if not present:
+        return ()
+    top: list[tuple[str, Any]] = []
+
+    def outermost(pairs: list[tuple[str, Any]]) -> None:
+        top[:] = pairs
+
+    try:
+        json.loads(body, object_pairs_hook=outermost)
+    except (ValueError, RecursionError) as error:
+        raise not_json(error) from None
+    names = [name for name, _ in top]
+    for name in present:
+        if names.count(name) > 1:
+            raise BadRequest(f"{name} appears twice", param=name)
+        if f'"{name}"'.encode() not in body:
+            raise BadRequest(f"{name} is spelled with escapes", param=name)
+    return tuple(present)
+
+
+_MEMBER_END = re.compile(rb"\}\s*\Z")
+
+
+def splice(body: bytes, cut: tuple[str, ...] = (), add: dict[str, bytes] | None = None) -> bytes:
+    """``body`` (a JSON object) without the members ``cut`` and with those of ``add`` (name -> JSON) at its end.
+
+    A member of ``add`` takes the place of the client's own. Every value that stays keeps its bytes. Raises `BadRequest`
+    when ``body`` is not an object.
+    """
+    try:
+        members = _mapping.decode(body)
+    except msgspec.DecodeError as error:
+        raise not_json(error) from None
+    for name in (*cut, *(add or {})):
+        members.pop(name, None)
+    parts = [msgspec.json.encode(name) + b":" + bytes(raw) for name, raw in members.items()]
+    parts += [msgspec.json.encode(name) + b":" + raw for name, raw in (add or {}).items()]
+    return b"{" + b",".join(parts) + b"}"
+
+
+def digest(raw: Raw | bytes) -> bytes:
+    """What stands in a prompt for content that is not text: its digest, so that equal content is equal."""
+    return b"\x00\x05" + xxh3_128_digest(memoryview(raw))
+
+
+def session_of(common: Common) -> tuple[str, str] | None:
+    """(source, value) of the session that a body names, in the field's agreed order; ``None`` if it names none."""
+    for source in ("prompt_cache_key", "session_id", "litellm_session_id"):
+        value = text_of(getattr(common, source))
+        if value is not None:
+            return source, value
+    params = value_of(common.session_params)
+    if isinstance(params, dict) and isinstance(params.get("id"), str) and params["id"]:
+        return "session_params", params["id"]
+    metadata = value_of(common.metadata)
+    if isinstance(metadata, dict):
+        value = metadata.get("session_id")
+        if isinstance(value, str) and value:
+            return "metadata.session_id", value
+    rid = text_of(common.rid)
+    if rid is not None:
+        return "rid", _ATTEMPT.sub("", rid)
+    if isinstance(metadata, dict):
+        value = claude_code_session(metadata.get("user_id"))
+        if value is not None:
+            return "metadata.user_id", value
+    return None
+
+
+_ATTEMPT = re.compile(r"_[tr]\d+\Z")
+_OLD_CLAUDE = re.compile(r"user_[0-9a-fA-F]+_account_[0-9a-fA-F-]*_session_([0-9a-fA-F-]{8,})\Z")
+
+
+def claude_code_session(user_id: Any) -> str | None:
+    """The session inside ``metadata.user_id``, in the two forms in which Claude Code puts it there; else ``None``."""
+    if not isinstance(user_id, str):
+        return None
+    found = _OLD_CLAUDE.match(user_id)
+    if found:
+        return found[1]
+    if user_id.startswith("{"):
+        value = value_of(Raw(user_id.encode("utf-8", "replace")))
+        if isinstance(value, dict) and isinstance(value.get("session_id"), str) and value["session_id"]:
+            return str(value["session_id"])
+    return None
+
+
+def encode(text: str) -> bytes:
+    """UTF-8; lone surrogates survive, for a prompt must have bytes whatever the client sent."""
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,91 @@
+"""SGLang's native ``/generate``."""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.dialects import Prompt, Reading, Route, Usage
+from gateway.dialects.fields import Common, Field, count_of, guarded_in, not_json, read_loose, session_of, value_of
+from gateway.dialects.openai import error_in, namespace_of, text_or_tokens
+from gateway.errors import Fault
+from gateway.http.sse import payload
+
+
+class Generate(Common):
+    """``/generate``."""
+
+    text: Field = UNSET
+    input_ids: Field = UNSET
+    sampling_params: Field = UNSET
+    image_data: Field = UNSET
+
+
+_generate = msgspec.json.Decoder(Generate)
+
+
+class SGLang:
+    """Text or token ids in, cumulative text and ``meta_info`` out."""
+
+    name = "sglang"
+    routes = {b"/generate": Route("generate")}
+
+    def read(self, route: Route, body: bytes) -> Reading:
+        """One typed decode; batches are routed by their first prompt."""
+        reading = Reading()
+        try:
+            request = _generate.decode(body)
+        except msgspec.ValidationError as problem:
+            reading.model, reading.stream = read_loose(body, problem)
+            reading.make_prompt = lambda keeps: Prompt([body], [])
+            return reading
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise not_json(error) from None
+        reading.model = request.model
+        reading.stream = bool(request.stream)
+        reading.guarded = guarded_in(request, body)
+        reading.namespace = namespace_of(request)
+        reading.session = lambda: session_of(request)
+        parameters = value_of(request.sampling_params)
+        if isinstance(parameters, dict):
+            wanted = parameters.get("max_new_tokens")
+            reading.output = wanted if isinstance(wanted, int) and wanted > 0 else count_of(request.max_tokens)
+        reading.make_prompt = lambda keeps: _prompt(request)
+        return reading
+
+    def error(self, fault: Fault) -> bytes:
+        """``{"error": {"message", "type", "code"}}``."""
+        error = {"message": fault.message, "type": fault.kind, "code": fault.status}
+        return msgspec.json.encode({"error": error})
+
+    def error_event(self, fault: Fault) -> bytes:
+        """An error event, then ``[DONE]``."""
+        return b"data: " + self.error(fault) + b"\n\ndata: [DONE]\n\n"
+
+    def failure(self, event: bytes) -> tuple[int, str] | None:
+        """An error object in the first event."""
+        return error_in(payload(event)[1])
+
+    def usage(self, tail: bytes, streamed: bool) -> Usage | None:
+        """The last event's ``meta_info``: its counts are cumulative."""
+        counts = {key: _last_number(tail, key) for key in (b"prompt_tokens", b"completion_tokens", b"cached_tokens")}
+        if counts[b"prompt_tokens"] is None:
+            return None
+        return Usage(counts[b"prompt_tokens"], counts[b"completion_tokens"], counts[b"cached_tokens"])
+
+
+def _last_number(tail: bytes, key: bytes) -> int | None:
+    at = tail.rfind(b'"' + key + b'":')
+    if at < 0:
+        return None
+    rest = tail[at + len(key) + 3 : at + len(key) + 24].lstrip()
+    digits = rest[: len(rest) - len(rest.lstrip(b"0123456789"))]
+    return int(digits) if digits else None
+
+
+def _prompt(request: Generate) -> Prompt:
+    for field in (request.input_ids, request.text):
+        if not isinstance(field, UnsetType):
+            return Prompt([text_or_tokens(value_of(field))], [])
+    return Prompt([], [])
+
+
+DIALECT = SGLang()

@@ -1,0 +1,66 @@
+"""What an engine does not offer, what that costs, and the cure."""
+
+from typing import NamedTuple
+
+from gateway.fleet import Worker
+
+
+class Lack(NamedTuple):
+    """One thing that is missing."""
+
+    what: str
+    costs: str
+    cure: dict[str, str]
+    """Engine -> what to start it with; ``""`` for any other."""
+
+
+LACKS = {
+    "usage_details": Lack(
+        "it does not report cached tokens",
+        "hit rates cannot be measured and predictions cannot be corrected",
+        {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"},
+    ),
+    "metrics": Lack(
+        "it has no metrics",
+        "its queue and its cache size are unknown: load is judged by this gateway's own requests",
+        {"sglang": "--enable-metrics", "llamacpp": "--metrics", "vllm": "do not pass --disable-log-stats"},
+    ),
+    "prefix_cache": Lack(
+        "its prefix cache is off",
+        "every prompt is computed in full, wherever it is sent",
+        {"vllm": "--enable-prefix-caching", "sglang": "do not pass --disable-radix-cache"},
+    ),
+    "chunked_prefill": Lack(
+        "chunked prefill is off",
+        "a long prompt stops the generation of all others on that engine",
+        {"vllm": "--enable-chunked-prefill", "sglang": "--chunked-prefill-size 8192"},
+    ),
+    "events": Lack(
+        "it publishes no KV events",
+        "what its cache holds is predicted from what was sent there, not known",
+        {"vllm": "--kv-events-config", "sglang": "--kv-events-config"},
+    ),
+    "small_cache": Lack(
+        "its cache is smaller than its sessions' prompts together",
+        "sessions lose their cache between turns",
+        {"": "more KV memory or more engines"},
+    ),
+}
+
+LOUD = frozenset(("usage_details", "metrics", "prefix_cache", "chunked_prefill", "small_cache"))
+"""Worth a warning at start; the rest shows in listings only."""
+
+
+def lacks(worker: Worker) -> list[dict[str, str]]:
+    """What ``worker`` lacks, for people and scripts: ``{"code", "what", "costs", "cure"}``."""
+    rows = []
+    for code in dict.fromkeys(worker.facts.missing + worker.observed):
+        lack = LACKS[code]
+        cure = lack.cure.get(worker.facts.engine) or lack.cure.get("") or "the engine offers no way"
+        rows.append({"code": code, "what": lack.what, "costs": lack.costs, "cure": cure})
+    return rows
+
+
+def lines(worker: Worker) -> list[str]:
+    """Warnings worth a log line."""
+    return [f"{row['what']}: {row['costs']} (cure: {row['cure']})" for row in lacks(worker) if row["code"] in LOUD]

@@ -1,0 +1,27 @@
+"""Any OpenAI-compatible server."""
+
+from gateway.engines import Ask, served_models
+from gateway.fleet import Facts, Load
+
+
+class Generic:
+    """All that is known is its list of models, if it has one."""
+
+    name = "generic"
+    rank = 90
+    health = "/v1/models"
+
+    async def read(self, ask: Ask) -> Facts | None:
+        """Never declines."""
+        models = await served_models(ask)
+        facts = Facts(engine=self.name, models=models or [])
+        facts.context_length = min((m.max_length for m in models or [] if m.max_length is not None), default=None)
+        facts.missing += ["metrics", "events"]
+        return facts
+
+    async def load(self, ask: Ask) -> list[Load] | None:
+        """Not told."""
+        return None
+
+
+ENGINE = Generic()

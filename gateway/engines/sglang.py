@@ -1,0 +1,90 @@
+"""SGLang (facts as of 0.5.23, and the older names of its information paths)."""
+
+from typing import Any
+
+from gateway.engines import Ask, served_models, whole
+from gateway.fleet import Facts, Load, ServedModel
+
+
+class SGLang:
+    """Told by ``/model_info``; everything else from ``/server_info`` and ``/v1/loads``."""
+
+    name = "sglang"
+    rank = 10
+    health = "/health"
+
+    async def read(self, ask: Ask) -> Facts | None:
+        """Every resolved argument of the server is in ``/server_info``."""
+        info = await _first(ask, "/model_info", "/get_model_info")
+        if info is None or "model_path" not in info:
+            return None
+        server = await _first(ask, "/server_info", "/get_server_info") or {}
+        models = await served_models(ask)
+        if models is None:
+            name = info.get("served_model_name") or info["model_path"]
+            models = [ServedModel(str(name))]
+        facts = Facts(engine=self.name, models=models)
+        version = server.get("version")
+        facts.version = version if isinstance(version, str) else None
+        facts.block_size = whole(server.get("page_size"))
+        facts.ranks = whole(server.get("dp_size")) or 1
+        facts.context_length = whole(server.get("context_length"))
+        facts.max_running = whole(server.get("max_running_requests"))
+        facts.kv_tokens = whole(server.get("max_total_num_tokens")) or _capacity(server)
+        mode = info.get("disaggregation_mode") or server.get("disaggregation_mode")
+        facts.role = mode if mode in ("prefill", "decode") else None
+        if server.get("enable_cache_report") is False:
+            facts.missing.append("usage_details")
+        if server.get("disable_radix_cache") is True:
+            facts.missing.append("prefix_cache")
+        if server.get("chunked_prefill_size") == -1:
+            facts.missing.append("chunked_prefill")
+        if server.get("enable_metrics") is False:
+            facts.missing.append("metrics")
+        events = server.get("kv_events")
+        if not isinstance(events, dict) or events.get("publisher") in (None, "null"):
+            facts.missing.append("events")
+        if facts.kv_tokens is None:
+            loads = await self._loads(ask)
+            facts.kv_tokens = whole(loads[0].get("max_total_num_tokens")) if loads else None
+        return facts
+
+    async def load(self, ask: Ask) -> list[Load] | None:
+        """``/v1/loads``, a row for each rank."""
+        rows = await self._loads(ask)
+        if not rows:
+            return None
+        rows.sort(key=lambda row: whole(row.get("dp_rank")) or 0)
+        return [
+            Load(whole(row.get("num_running_reqs")), whole(row.get("num_waiting_reqs")), _share(row.get("token_usage")))
+            for row in rows
+        ]
+
+    async def _loads(self, ask: Ask) -> list[dict[str, Any]]:
+        body = (await ask("/v1/loads?include=core")).json()
+        rows = body.get("loads") if isinstance(body, dict) else None
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+async def _first(ask: Ask, *paths: str) -> dict[str, Any] | None:
+    for path in paths:
+        body = (await ask(path)).json()
+        if isinstance(body, dict):
+            return body
+    return None
+
+
+def _capacity(server: dict[str, Any]) -> int | None:
+    states = server.get("internal_states")
+    if isinstance(states, list) and states and isinstance(states[0], dict):
+        usage = states[0].get("memory_usage")
+        if isinstance(usage, dict):
+            return whole(usage.get("token_capacity"))
+    return None
+
+
+def _share(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+ENGINE = SGLang()

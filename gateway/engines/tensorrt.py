@@ -1,0 +1,34 @@
+"""TensorRT-LLM's OpenAI server."""
+
+from gateway.engines import Ask, owner, served_models, whole
+from gateway.fleet import Facts, Load
+
+
+class TensorRT:
+    """Told by who owns its models. Its ``/metrics`` is drained by reading, so it is not polled: that is the operator's."""
+
+    name = "tensorrt_llm"
+    rank = 40
+    health = "/health"
+
+    async def read(self, ask: Ask) -> Facts | None:
+        """Blocks are 32 tokens unless ``/server_info`` says otherwise."""
+        models = await served_models(ask)
+        if models is None or owner(models) != "tensorrt_llm":
+            return None
+        version = (await ask("/version")).json()
+        info = (await ask("/server_info")).json()
+        facts = Facts(engine=self.name, models=models)
+        if isinstance(version, dict) and isinstance(version.get("version"), str):
+            facts.version = version["version"]
+        tokens = whole(info.get("tokens_per_block")) if isinstance(info, dict) else None
+        facts.block_size = tokens or 32
+        facts.missing.append("events")
+        return facts
+
+    async def load(self, ask: Ask) -> list[Load] | None:
+        """Not told without taking it from others."""
+        return None
+
+
+ENGINE = TensorRT()

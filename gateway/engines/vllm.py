@@ -1,0 +1,60 @@
+"""vLLM (facts as of 0.33; older names are not tried)."""
+
+from gateway.engines import Ask, by_rank, gauge, label, owner, served_models, whole
+from gateway.fleet import Facts, Load
+
+
+class VLLM:
+    """Told by ``/version`` and by who owns its models; cache and load from ``/metrics``."""
+
+    name = "vllm"
+    rank = 30
+    health = "/health"
+
+    async def read(self, ask: Ask) -> Facts | None:
+        """Cache sizes come from the ``vllm:cache_config_info`` metric."""
+        version = (await ask("/version")).json()
+        if not isinstance(version, dict) or not isinstance(version.get("version"), str):
+            return None
+        models = await served_models(ask)
+        if models is None or owner(models) not in ("vllm", ""):
+            return None
+        facts = Facts(engine=self.name, version=version["version"], models=models)
+        facts.context_length = min((m.max_length for m in models if m.max_length is not None), default=None)
+        metrics = await ask("/metrics")
+        if metrics.status != 200 or b"vllm:" not in metrics.body:
+            facts.missing.append("metrics")
+            return facts
+        for labels in gauge(metrics.body, "vllm:cache_config_info"):
+            facts.block_size = whole(label(labels, "block_size"))
+            facts.kv_tokens = whole(label(labels, "kv_cache_size_tokens"))
+            blocks = whole(label(labels, "num_gpu_blocks"))
+            if facts.kv_tokens is None and blocks is not None and facts.block_size is not None:
+                facts.kv_tokens = blocks * facts.block_size
+            if label(labels, "enable_prefix_caching") in ("False", "false", "0"):
+                facts.missing.append("prefix_cache")
+        facts.ranks = max(
+            [rank + 1 for rank in by_rank(metrics.body, "vllm:num_requests_running", "engine")], default=1
+        )
+        facts.started = gauge(metrics.body, "process_start_time_seconds").get("")
+        if (await ask("/kv_event_sources")).status != 200:
+            facts.missing.append("events")
+        return facts
+
+    async def load(self, ask: Ask) -> list[Load] | None:
+        """Running, waiting and KV use of each rank."""
+        metrics = await ask("/metrics")
+        if metrics.status != 200:
+            return None
+        running = by_rank(metrics.body, "vllm:num_requests_running", "engine")
+        waiting = by_rank(metrics.body, "vllm:num_requests_waiting", "engine")
+        usage = by_rank(metrics.body, "vllm:kv_cache_usage_perc", "engine")
+        if not running:
+            return None
+        return [
+            Load(whole(running.get(rank)), whole(waiting.get(rank)), usage.get(rank))
+            for rank in range(max(running) + 1)
+        ]
+
+
+ENGINE = VLLM()

@@ -1,0 +1,537 @@
+"""One client request from first byte to last: choose, send, relay, settle. Retries live here.
+
+    CHOOSING -> WAITING (sent, or connecting) -> PEEKING (a stream's head came, its first event did not) -> RELAYING -> ENDED
+                   ^             |     \\-> REFUSED (an error answer is kept while others are tried)            |
+                   '-- retry ----+-------------------'                                                   (no way back)
+
+Until RELAYING nothing was written to the client, so a failure goes to another target; from then on it becomes an error
+event in the client's dialect, or a cut connection where there are no events. Everything runs in callbacks of the two
+connections; a task exists only while a connection is being made.
+
+Whatever happens, `_end` runs exactly once: it releases the charge, the pin and the session, and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from math import inf
+from typing import TYPE_CHECKING
+
+from gateway.dialects import Dialect, Reading, Route
+from gateway.errors import (
+    Backpressure,
+    Fault,
+    GatewayFault,
+    Internal,
+    NoWorker,
+    ServerError,
+    Stalled,
+    WorkerFault,
+)
+from gateway.fleet import Charge, Target
+from gateway.http import wire
+from gateway.http.server import Inbound, Incoming
+from gateway.http.sse import boundary, first_event
+from gateway.http.upstream import Outbound
+from gateway.routing import Ask
+from policies.base import Choice
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+CHOOSING, WAITING, PEEKING, REFUSED, RELAYING, ENDED = range(6)
+PHASES = ("choosing", "waiting", "first_event", "waiting", "streaming", "ended")
+
+RETRIED = frozenset((429, 500, 502, 503, 504))
+"""Statuses that another worker may do better than."""
+
+
+class Exchange:
+    """See the module's head. Is the `Owner` of its client connection and the `Receiver` of its worker connection."""
+
+    __slots__ = (
+        "ask",
+        "attempts",
+        "body",
+        "bytes_in",
+        "charge",
+        "choice",
+        "client",
+        "connection",
+        "deadline",
+        "dialect",
+        "error",
+        "fields",
+        "first_at",
+        "gateway",
+        "head",
+        "held",
+        "incoming",
+        "last_at",
+        "paused",
+        "phase",
+        "reading",
+        "request_id",
+        "resent",
+        "route",
+        "sent_at",
+        "sized",
+        "sse",
+        "started",
+        "status",
+        "tail",
+        "target",
+        "task",
+        "tried",
+    )
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        client: Inbound,
+        incoming: Incoming,
+        dialect: Dialect,
+        route: Route,
+        reading: Reading,
+        ask: Ask,
+        request_id: bytes,
+        started: float,
+    ) -> None:
+        self.gateway = gateway
+        self.client = client
+        self.incoming = incoming
+        self.dialect = dialect
+        self.route = route
+        self.reading = reading
+        self.ask = ask
+        self.request_id = request_id
+        self.started = started
+        self.phase = CHOOSING
+        self.tried: set[int] = set()
+        self.attempts = 0
+        self.resent = False
+        self.target: Target | None = None
+        self.choice: Choice | None = None
+        self.charge: Charge | None = None
+        self.connection: Outbound | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.body = incoming.body
+        self.head = b""
+        """The answer's head, until it is written together with the first bytes of the body."""
+        self.held = b""
+        self.fields: list[tuple[bytes, bytes]] = []
+        self.status = 0
+        self.sse = False
+        self.sized = False
+        self.paused = False
+        self.error: Fault | None = None
+        self.bytes_in = 0
+        self.tail: deque[bytes] = deque(maxlen=4)
+        self.sent_at = 0.0
+        self.first_at = 0.0
+        self.last_at = 0.0
+        self.deadline = inf
+        client.owner = self
+        gateway.exchanges.add(self)
+
+    # -- choosing and sending ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Choose and send; answers the client itself when that is not possible."""
+        try:
+            self._attempt()
+        except Fault as fault:
+            self._answer_fault(fault)
+        except Exception:
+            self.gateway.defect("choosing a target")
+            self._answer_fault(Internal("the gateway failed; its log says why"))
+
+    def _attempt(self) -> None:
+        gateway, ask = self.gateway, self.ask
+        now = gateway.clock()
+        pinned = gateway.pinned(ask, self.tried, now)
+        choice = pinned or gateway.routing.choose(ask, self.tried, now)
+        target = choice.target
+        assert isinstance(target, Target)
+        gateway.routing.commit(ask, target, choice, now)
+        self.choice, self.target = choice, target
+        tokens = ask.request.tokens or 0
+        held = ask.context
+        self.charge = gateway.fleet.dispatch(target, tokens - held, held, self.reading.stream)
+        self.attempts += 1
+        self.sent_at = now
+        self.phase = WAITING
+        self.deadline = now + gateway.limits_out.first_byte_seconds
+        self.fields = []
+        connection = target.worker.pool.take()
+        if connection is not None:
+            self._send(connection)
+        else:
+            self.task = gateway.loop.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        target = self.target
+        assert target is not None
+        try:
+            connection = await target.worker.pool.connect()
+        except (WorkerFault, GatewayFault) as fault:
+            self.task = None
+            if self.phase == WAITING:
+                self._failed(fault)
+            return
+        self.task = None
+        if self.phase == WAITING:
+            self._send(connection)
+        else:
+            connection.close()
+
+    def _send(self, connection: Outbound) -> None:
+        target = self.target
+        assert target is not None
+        self.connection = connection
+        if self.paused:
+            connection.slow()
+        body = self.gateway.body_for(self, target)
+        head = wire.request_head(
+            self.incoming,
+            target.worker.base,
+            target.worker.authority.encode(),
+            len(body),
+            self.request_id,
+            target.worker.spec.api_key,
+            self.gateway.tenants.keyed,
+        )
+        try:
+            connection.request(self, head, body)
+        except Exception:
+            connection.close()
+            raise
+        if self.attempts == 1 and not self.resent:
+            self.gateway.sent(self)
+
+    # -- what the worker says ---------------------------------------------------------------------------------------
+
+    def response_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
+        """Final status and fields of the worker's answer."""
+        self.status, self.fields = status, fields
+        self.last_at = self.gateway.clock()
+        target = self.target
+        assert target is not None
+        if status in RETRIED or (status in (401, 403) and target.worker.spec.api_key is not None):
+            self.phase = REFUSED
+            return
+        kind, length = wire.content_of(fields)
+        self.sse = kind.startswith(b"text/event-stream")
+        if self.incoming.method == b"HEAD":
+            self._begin_answer(length)
+            self._flush_head()
+            if self.connection is not None:
+                self.connection.finish_bodyless()
+        elif self.sse:
+            self.phase = PEEKING
+        else:
+            self._begin_answer(length)
+
+    def _begin_answer(self, length: bytes | None) -> None:
+        """From here on the client has an answer: there is no other attempt."""
+        self.phase = RELAYING
+        self.deadline = self.last_at + self.gateway.limits_out.idle_seconds
+        self.sized = length is not None or self.status in (204, 304)
+        if self.incoming.old and not self.sized:
+            self.incoming.close = True
+        self.head = wire.response_head(
+            self.status, self.fields, length, self.sse, self.incoming, self.gateway.told(self), self.request_id
+        )
+        self.fields = []
+        if self.charge is not None and not self.sse:
+            self.first_at = self.last_at
+            self.gateway.fleet.first_byte(self.charge)
+
+    def _flush_head(self) -> None:
+        head, self.head = self.head, b""
+        if head:
+            self.client.send(head)
+
+    def response_data(self, data: bytes) -> None:
+        """Payload of the worker's answer."""
+        if self.phase == RELAYING:
+            if self.sse:
+                self._relay_events(data)
+            else:
+                self._relay(data)
+        elif self.phase == PEEKING:
+            self._peek(data)
+        elif self.phase == REFUSED:
+            self.bytes_in += len(data)
+            if self.bytes_in <= self.gateway.limits_out.error_body:
+                self.held += data
+
+    def _relay(self, data: bytes) -> None:
+        self.last_at = self.gateway.clock()
+        self.tail.append(data)
+        if self.sized or self.incoming.old:
+            framed = data
+        else:
+            framed = b"%x\r\n%b\r\n" % (len(data), data)
+        if self.head:
+            framed = self.head + framed
+            self.head = b""
+        self.client.send(framed)
+
+    def _relay_events(self, data: bytes) -> None:
+        """Pass on what ends with a whole event, so that an error event can always follow; keep the rest."""
+        self.last_at = self.gateway.clock()
+        if self.held:
+            data = self.held + data
+            self.held = b""
+        if not data.endswith(b"\n\n"):
+            cut = boundary(data)
+            if cut == 0 and len(data) <= self.gateway.limits_out.held:
+                self.held = data
+                return
+            if 0 < cut < len(data):
+                self.held = data[cut:]
+                data = data[:cut]
+        self.tail.append(data)
+        self.client.send(data if self.incoming.old else b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _peek(self, data: bytes) -> None:
+        """Hold a stream until its first event shows whether the engine has begun."""
+        self.held += data
+        self.last_at = self.gateway.clock()
+        event = first_event(self.held)
+        if event is None and len(self.held) <= self.gateway.limits_out.held:
+            return
+        failure = self.dialect.failure(event) if event is not None else None
+        if failure is not None and (failure[0] >= 500 or failure[0] == 429):
+            status, message = failure
+            fault: Fault
+            if status in (429, 503):
+                fault = Backpressure(message or "the worker is full", retry_after=1)
+            else:
+                fault = ServerError(message or "the worker failed before it began")
+            self._drop_connection()
+            self._failed(fault)
+            return
+        self.first_at = self.last_at
+        if self.charge is not None:
+            self.gateway.first_event(self, self.charge)
+        self._begin_answer(None)
+        held, self.held = self.held, b""
+        cut = boundary(held)
+        if cut == 0:
+            cut = len(held)
+        self.held = held[cut:]
+        self._relay(held[:cut])
+
+    def response_end(self) -> None:
+        """The worker's answer is complete."""
+        connection, self.connection = self.connection, None
+        if self.phase == REFUSED:
+            self._refused()
+        elif self.phase == PEEKING:
+            self._failed(ServerError("the worker ended its stream before the first event"))
+        elif self.phase == RELAYING:
+            if self.held:
+                held, self.held = self.held, b""
+                self._relay(held)
+            self._flush_head()
+            if not (self.sized or self.incoming.old or self.incoming.method == b"HEAD"):
+                self.client.send(b"0\r\n\r\n")
+            self._complete()
+        elif connection is not None:
+            connection.close()
+
+    def _complete(self) -> None:
+        target = self.target
+        assert target is not None
+        broke = self.sse and self._broke()
+        if broke:
+            self.gateway.worker_fault(target, ServerError("error event in a stream"))
+        elif self.status < 400:
+            self.gateway.fleet.succeeded(target)
+        outcome = "stream_error" if broke else "ok" if self.status < 400 else "client_error"
+        client = self.client
+        self._end(outcome)
+        client.done()
+
+    def _broke(self) -> bool:
+        """Whether the engine itself ended the stream with an error event."""
+        for piece in self.tail:
+            if b'"error"' in piece and (event := first_event(piece)) is not None:
+                return self.dialect.failure(event) is not None
+        return False
+
+    def response_failed(self, fault: WorkerFault) -> None:
+        """The worker's answer will not be completed."""
+        connection, self.connection = self.connection, None
+        stale = connection is not None and not connection.fresh and not connection.answered
+        if self.phase == WAITING and stale and not self.resent:
+            # Closed by the worker while idle, before it saw our request: that is no attempt.
+            self.resent = True
+            assert self.target is not None
+            self.gateway.metrics.resends.add((self.target.name,))
+            self.task = self.gateway.loop.create_task(self._connect())
+            return
+        self._failed(fault)
+
+    def worker_slow(self) -> None:
+        """The worker takes our request slowly: it is bounded and in memory already, nothing to hold back."""
+
+    # -- failing ----------------------------------------------------------------------------------------------------
+
+    def _refused(self) -> None:
+        """A complete error answer: try elsewhere, or pass it on as it is."""
+        retry_after = wire.retry_after(self.fields)
+        if self.status in (429, 503):
+            self._failed(Backpressure("the worker is full", retry_after=retry_after))
+        elif self.status in (401, 403):
+            self._failed(ServerError("the worker refused the gateway's credential"))
+        else:
+            self._failed(ServerError(f"the worker answered {self.status}"))
+
+    def _failed(self, fault: Fault) -> None:
+        """An attempt failed, or a stream broke."""
+        gateway, target = self.gateway, self.target
+        assert target is not None
+        now = gateway.clock()
+        if isinstance(fault, WorkerFault):
+            gateway.worker_fault(target, fault)
+        elif isinstance(fault, Backpressure):
+            gateway.worker_full(target, fault, now)
+        if self.phase == RELAYING:
+            self._break(fault)
+            return
+        refused = self.phase == REFUSED
+        if self.charge is not None:
+            gateway.fleet.release(self.charge)
+            self.charge = None
+        gateway.routing.undo(self.ask, target)
+        self.tried.add(target.id)
+        if self.attempts < gateway.attempts and gateway.may_retry(self.ask, fault):
+            held, fields, status = self.held, self.fields, self.status
+            self.held, self.bytes_in = b"", 0
+            try:
+                self._attempt()
+                return
+            except NoWorker:
+                self.held, self.fields, self.status = held, fields, status
+            except Exception:
+                gateway.defect("choosing another target")
+        if (refused and target.worker.spec.api_key is None) or (refused and self.status not in (401, 403)):
+            self._pass_on_error()
+        else:
+            self._answer_fault(fault)
+
+    def _pass_on_error(self) -> None:
+        """The worker's own error answer, unchanged."""
+        body = self.held
+        length = b"%d" % len(body)
+        head = wire.response_head(
+            self.status, self.fields, length, False, self.incoming, self.gateway.told(self), self.request_id
+        )
+        self.client.send(head + (b"" if self.incoming.method == b"HEAD" else body))
+        client = self.client
+        self._end("worker_error")
+        client.done()
+
+    def _break(self, fault: Fault) -> None:
+        """The client has part of an answer: tell it that there will be no rest."""
+        client, incoming = self.client, self.incoming
+        self.held = b""
+        if self.sse and not self.head:
+            event = self.dialect.error_event(fault)
+            client.send(event if incoming.old else b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            incoming.close = True
+            self._end("stream_error")
+            client.done()
+        elif self.head:
+            # Nothing was written yet after all.
+            self.head = b""
+            self._answer_fault(fault)
+        else:
+            self._end("stream_error")
+            client.abort()
+
+    def _answer_fault(self, fault: Fault) -> None:
+        client = self.client
+        self._drop_connection()
+        client.send(self.gateway.fault_response(self.dialect, fault, self.incoming, self.request_id))
+        self._end(
+            "refused" if fault.status < 500 else "no_worker" if isinstance(fault, GatewayFault) else "worker_error"
+        )
+        client.done()
+
+    # -- what the client does ---------------------------------------------------------------------------------------
+
+    def client_gone(self) -> None:
+        """The client left: the worker's work for it is aborted."""
+        if self.phase == ENDED:
+            return
+        self.gateway.metrics.aborts.add((PHASES[self.phase],))
+        self._drop_connection()
+        if self.phase < RELAYING and self.target is not None and self.charge is not None:
+            self.gateway.fleet.release(self.charge)
+            self.gateway.routing.undo(self.ask, self.target)
+            self.target = None
+        self._end("client_gone")
+
+    def client_slow(self) -> None:
+        """Stop the worker."""
+        self.paused = True
+        if self.connection is not None:
+            self.connection.slow()
+
+    def client_ready(self) -> None:
+        """Go on."""
+        self.paused = False
+        self.last_at = self.gateway.clock()
+        if self.connection is not None:
+            self.connection.ready()
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def overdue(self, now: float) -> None:
+        """Called by the sweep: give up on a worker that does not answer, or stopped."""
+        if self.phase == RELAYING:
+            # A client that does not read has its own limit.
+            if self.paused or now - self.last_at < self.gateway.limits_out.idle_seconds:
+                return
+            fault: Fault = Stalled("the worker stopped answering")
+        elif self.phase in (WAITING, PEEKING, REFUSED) and now > self.deadline:
+            fault = Stalled("the worker did not answer in time")
+        else:
+            return
+        self._drop_connection()
+        self._failed(fault)
+
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    def _drop_connection(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
+        task, self.task = self.task, None
+        if task is not None:
+            task.cancel()
+
+    def _end(self, outcome: str) -> None:
+        if self.phase == ENDED:
+            return
+        streaming = self.phase == RELAYING
+        self.phase = ENDED
+        self.gateway.exchanges.discard(self)
+        if self.charge is not None:
+            self.gateway.fleet.release(self.charge)
+            self.charge = None
+        usage = None
+        if streaming and outcome in ("ok", "stream_error") and self.route.generates:
+            usage = self.dialect.usage(b"".join(self.tail), self.sse)
+        try:
+            self.gateway.ended(self, outcome, usage, streaming)
+        except Exception:
+            self.gateway.defect("accounting for a request")
+        self.tail.clear()
+        self.body = b""
+        self.incoming.body = b""

@@ -1,0 +1,477 @@
+"""Inbound connections: one `Inbound` each, from bytes to `Incoming` requests and back.
+
+The head is found and checked as raw bytes before llhttp sees it, because a parser shows what it understood, not what was
+there: bare CR or LF, NUL and folded lines are refused whatever the parser thinks of them. llhttp then checks the grammar
+and cuts the fields. Framing is decided here from the fields alone, and anything that two servers could read differently
+is 400 and close: that is all there is to request smuggling.
+
+    IDLE -> HEAD -> BODY -> BUSY (an exchange answers; what comes meanwhile is kept, up to a bound) -> IDLE ...
+                                \\-> LINGER (refused: what still comes is dropped) -> CLOSED
+
+A connection has at most one exchange at a time, so pipelined requests are answered in order. The exchange is told when
+the client leaves and when it reads too slowly; it writes through `send`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from time import monotonic
+from typing import Protocol, cast
+
+import httptools
+
+from gateway.errors import (
+    BadRequest,
+    ExpectationFailed,
+    Fault,
+    HeadTooLarge,
+    NotImplementedHere,
+    TimedOut,
+    TooLarge,
+    WrongVersion,
+)
+from gateway.http.chunked import Chunked
+from gateway.http.limits import Inward
+
+IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)
+
+_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"connection", b"expect", b"upgrade"))
+
+
+class Incoming:
+    """One request, complete with its body."""
+
+    __slots__ = ("_named", "body", "close", "fields", "method", "old", "path", "query")
+
+    def __init__(self, method: bytes, target: bytes, fields: list[tuple[bytes, bytes, bytes]], old: bool) -> None:
+        self.method = method
+        self.path, _, self.query = target.partition(b"?")
+        self.fields = fields
+        """(lower-case name, name as sent, value), in order, repeats included."""
+        self.old = old
+        """HTTP/1.0: no chunked answer."""
+        self.close = old
+        """Close after the answer."""
+        self.body = b""
+        self._named: dict[bytes, bytes] | None = None
+
+    @property
+    def named(self) -> dict[bytes, bytes]:
+        """lower-case name -> value; of a repeated field the first."""
+        if self._named is None:
+            self._named = {low: value for low, _, value in reversed(self.fields)}
+        return self._named
+
+
+class Owner(Protocol):
+    """Who answers a request."""
+
+    def client_gone(self) -> None:
+        """The client left; nothing can be sent any more."""
+
+    def client_slow(self) -> None:
+        """The client does not keep up: stop producing."""
+
+    def client_ready(self) -> None:
+        """The client caught up."""
+
+
+class Inbound(asyncio.Protocol):
+    """One client connection; see the module's head."""
+
+    __slots__ = (
+        "_chunked",
+        "_fields",
+        "_left",
+        "_parser",
+        "_pieces",
+        "_received",
+        "_since",
+        "_target",
+        "buffer",
+        "deadline",
+        "incoming",
+        "loop",
+        "owner",
+        "phase",
+        "server",
+        "slow",
+        "transport",
+    )
+
+    def __init__(self, server: "Server") -> None:
+        self.server = server
+        self.loop = server.loop
+        self.transport: asyncio.Transport | None = None
+        self.phase = IDLE
+        self.buffer = b""
+        self.deadline = inf
+        self.owner: Owner | None = None
+        self.incoming: Incoming | None = None
+        self.slow = False
+        self._fields: list[tuple[bytes, bytes, bytes]] = []
+        self._target = b""
+        self._chunked: Chunked | None = None
+        self._left = 0
+        self._pieces: list[bytes] = []
+        self._received = 0
+        self._since = 0.0
+
+    # -- asyncio ----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.deadline = self.clock() + self.server.limits.head_seconds
+        if not self.server.admit(self):
+            self.refuse(self.server.full())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.phase = CLOSED
+        self.transport = None
+        self.server.connections.discard(self)
+        self.buffer = b""
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner.client_gone()
+
+    def eof_received(self) -> bool | None:
+        # A client that shut down its sending side is taken as gone: a killed one looks the same.
+        return None
+
+    def pause_writing(self) -> None:
+        self.slow = True
+        self.deadline = self.clock() + self.server.limits.stalled_seconds
+        if self.owner is not None:
+            self.owner.client_slow()
+
+    def resume_writing(self) -> None:
+        self.slow = False
+        if self.phase == BUSY:
+            self.deadline = inf
+        if self.owner is not None:
+            self.owner.client_ready()
+
+    def data_received(self, data: bytes) -> None:
+        phase = self.phase
+        if phase == BODY:
+            self._body(data)
+        elif phase in (IDLE, HEAD):
+            self._head(self.buffer + data if self.buffer else data)
+        elif phase == BUSY:
+            self.buffer += data
+            if len(self.buffer) > self.server.limits.pipelined and self.transport is not None:
+                self.transport.pause_reading()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _head(self, data: bytes) -> None:
+        while data.startswith(b"\r\n"):
+            data = data[2:]
+        end = data.find(b"\r\n\r\n")
+        limits = self.server.limits
+        if end < 0:
+            self.buffer = data
+            if not data:
+                return
+            if len(data) > limits.head:
+                self.refuse(HeadTooLarge(f"the head is over the limit of {limits.head} bytes"))
+            elif data.count(b"\n") != data.count(b"\r\n"):
+                self.refuse(BadRequest("a line of the head does not end in CRLF"))
+            elif self.phase == IDLE:
+                self.phase = HEAD
+                self.deadline = self.clock() + limits.head_seconds
+            return
+        end += 4
+        self.phase = HEAD
+        try:
+            incoming = self._parse(data[:end])
+            rest = data[end:]
+            self.buffer = b""
+            self._begin_body(incoming, rest)
+        except Fault as fault:
+            self.refuse(fault)
+
+    def _parse(self, head: bytes) -> Incoming:
+        limits = self.server.limits
+        if len(head) > limits.head:
+            raise HeadTooLarge(f"the head is over the limit of {limits.head} bytes")
+        lines = head.count(b"\r\n")
+        if head.count(b"\n") != lines or head.count(b"\r") != lines:
+            raise BadRequest("a bare CR or LF in the head")
+        if lines > limits.fields + 2:
+            raise HeadTooLarge(f"more than {limits.fields} fields")
+        if b"\0" in head or b"\r\n " in head or b"\r\n\t" in head:
+            raise BadRequest("a NUL or a folded line in the head")
+        self._fields = []
+        self._target = b""
+        parser = httptools.HttpRequestParser(self)
+        try:
+            parser.feed_data(head)
+        except httptools.HttpParserUpgrade:
+            raise NotImplementedHere("upgrades and tunnels are not supported") from None
+        except httptools.HttpParserError as error:
+            if "version" in str(error).lower():
+                raise WrongVersion("only HTTP/1.1 and HTTP/1.0 are spoken here") from None
+            raise BadRequest("malformed request head") from None
+        version = parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise WrongVersion("only HTTP/1.1 and HTTP/1.0 are spoken here")
+        return Incoming(parser.get_method(), _origin(self._target), self._fields, version == "1.0")
+
+    def on_url(self, url: bytes) -> None:
+        """Callback of llhttp; may come in pieces."""
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Callback of llhttp."""
+        self._fields.append((name.lower(), name, value))
+
+    def _begin_body(self, incoming: Incoming, rest: bytes) -> None:
+        length, chunked, expects = _framing(incoming)
+        limits = self.server.limits
+        if length > limits.body:
+            raise TooLarge(f"the body is over the limit of {limits.body} bytes")
+        self.incoming = incoming
+        if not length and not chunked:
+            self.buffer = rest
+            self._dispatch(incoming)
+            return
+        self._chunked = Chunked(limits.body) if chunked else None
+        self._left = length
+        self._pieces = []
+        if not chunked and len(rest) >= length:
+            incoming.body = rest[:length]
+            self.buffer = rest[length:]
+            self._dispatch(incoming)
+            return
+        self.phase = BODY
+        self._received = 0
+        self._since = self.clock()
+        self.deadline = self._since + limits.body_seconds
+        if expects and not rest and self.transport is not None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if rest:
+            self._body(rest)
+
+    def _body(self, data: bytes) -> None:
+        incoming = self.incoming
+        assert incoming is not None
+        if self._chunked is not None:
+            try:
+                complete = self._chunked.feed(data)
+            except Fault as fault:
+                self.refuse(fault)
+                return
+            if complete:
+                incoming.body, self.buffer = self._chunked.body, self._chunked.rest
+                self._chunked = None
+                self._dispatch(incoming)
+                return
+        else:
+            left = self._left
+            if len(data) >= left:
+                self._pieces.append(data if len(data) == left else data[:left])
+                self.buffer = data[left:]
+                incoming.body = b"".join(self._pieces)
+                self._pieces = []
+                self._dispatch(incoming)
+                return
+            self._pieces.append(data)
+            self._left = left - len(data)
+        now = self.clock()
+        self._received += len(data)
+        limits = self.server.limits
+        late = now - self._since - limits.body_seconds
+        if late > 0 and self._received < late * limits.body_rate:
+            self.refuse(TimedOut("the body comes too slowly"))
+        else:
+            self.deadline = now + limits.body_seconds
+
+    def _dispatch(self, incoming: Incoming) -> None:
+        self.phase = BUSY
+        self.deadline = inf
+        self.server.serve(incoming, self)
+
+    # -- answering --------------------------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> None:
+        """Bytes of the answer, framed by the caller. Nothing happens once the client is gone."""
+        if self.transport is not None:
+            self.transport.write(data)
+
+    def done(self) -> None:
+        """The answer is complete: take the next request, or close."""
+        incoming, self.incoming, self.owner = self.incoming, None, None
+        if self.phase != BUSY or self.transport is None:
+            return
+        if incoming is None or incoming.close or self.server.closing:
+            self.shut()
+            return
+        self.phase = IDLE
+        self.deadline = self.clock() + (
+            self.server.limits.stalled_seconds if self.slow else self.server.limits.idle_seconds
+        )
+        if self.buffer:
+            data, self.buffer = self.buffer, b""
+            self.transport.resume_reading()
+            # Not from here: a client that pipelines a thousand requests must not recurse a thousand deep.
+            self.loop.call_soon(self._resume, data)
+
+    def _resume(self, data: bytes) -> None:
+        if self.phase in (IDLE, HEAD):
+            self._head(data + self.buffer)
+
+    def shut(self) -> None:
+        """Close when what was written has been sent."""
+        self.phase = CLOSED
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close at once: the answer cannot be completed, and the client must not think that it was."""
+        self.owner = None
+        self.phase = CLOSED
+        if self.transport is not None:
+            self.transport.abort()
+
+    def refuse(self, fault: Fault) -> None:
+        """Answer a request that could not be read, then close, reading on for a moment so that the answer arrives."""
+        if self.transport is None or self.phase in (LINGER, CLOSED):
+            return
+        self.phase = LINGER
+        self.buffer = b""
+        self._pieces = []
+        self._chunked = None
+        self.deadline = self.clock() + self.server.limits.linger_seconds
+        self.server.refused(fault)
+        self.transport.write(self.server.render(fault))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def overdue(self) -> None:
+        """The deadline passed."""
+        if self.phase == HEAD:
+            self.refuse(TimedOut("the request's head did not arrive in time"))
+        elif self.phase == BODY:
+            self.refuse(TimedOut("the request's body did not arrive in time"))
+        elif self.phase == BUSY or (self.phase == IDLE and self.slow):
+            owner = self.owner
+            self.abort()
+            if owner is not None:
+                owner.client_gone()
+        elif self.transport is not None:
+            self.transport.close() if self.phase == IDLE else self.transport.abort()
+
+
+class Server:
+    """The listening side: connections, their deadlines, and what they have in common."""
+
+    def __init__(
+        self,
+        serve: Callable[[Incoming, Inbound], None],
+        render: Callable[[Fault], bytes],
+        limits: Inward | None = None,
+        refused: Callable[[Fault], None] = lambda fault: None,
+    ) -> None:
+        self.serve = serve
+        self.render = render
+        """A whole response, head and body, ``connection: close``."""
+        self.refused = refused
+        self.limits = limits or Inward()
+        self.loop = asyncio.get_running_loop()
+        self.clock = monotonic
+        self.connections: set[Inbound] = set()
+        self.closing = False
+
+    def admit(self, connection: Inbound) -> bool:
+        """Count a new connection in; false when there are too many."""
+        self.connections.add(connection)
+        return len(self.connections) <= self.limits.connections
+
+    def full(self) -> Fault:
+        """What a connection over the limit is told."""
+        return Overcrowded("too many connections", retry_after=1)
+
+    def sweep(self, now: float) -> None:
+        """End what is overdue; call it about once a second."""
+        for connection in [c for c in self.connections if c.deadline <= now]:
+            connection.deadline = inf
+            connection.overdue()
+
+    def close_idle(self) -> None:
+        """Stop keeping connections alive: idle ones close now, busy ones after their answer."""
+        self.closing = True
+        for connection in list(self.connections):
+            if connection.phase == IDLE:
+                connection.shut()
+
+
+class Overcrowded(Fault):
+    """Too many connections."""
+
+    status = 503
+    kind = "overloaded_error"
+
+
+def _origin(target: bytes) -> bytes:
+    """Origin form of a request target; absolute form is accepted as RFC 9112 section 3.2.2 demands."""
+    if target.startswith(b"/"):
+        return target
+    low = target[:8].lower()
+    if low.startswith((b"http://", b"https://")):
+        authority_end = target.find(b"/", target.index(b"://") + 3)
+        return target[authority_end:] if authority_end >= 0 else b"/"
+    if target == b"*":
+        return target
+    raise BadRequest("malformed request target")
+
+
+def _framing(incoming: Incoming) -> tuple[int, bool, bool]:
+    """(content length, chunked, expects 100-continue); sets ``incoming.close``."""
+    length = codings = host = expect = connection = None
+    for low, _, value in incoming.fields:
+        if low not in _FRAMING:
+            continue
+        if low == b"content-length":
+            if length is not None:
+                raise BadRequest("Content-Length appears twice")
+            length = value
+        elif low == b"transfer-encoding":
+            if codings is not None:
+                raise BadRequest("Transfer-Encoding appears twice")
+            codings = value
+        elif low == b"host":
+            if host is not None:
+                raise BadRequest("Host appears twice")
+            host = value
+        elif low == b"upgrade":
+            raise NotImplementedHere("upgrades are not supported")
+        elif low == b"expect":
+            expect = value
+        else:
+            connection = value if connection is None else connection + b"," + value
+    if host is None and not incoming.old:
+        raise BadRequest("Host is missing")
+    if connection is not None:
+        options = {option.strip().lower() for option in connection.split(b",")}
+        if b"close" in options:
+            incoming.close = True
+        elif incoming.old and b"keep-alive" in options:
+            incoming.close = False
+    if codings is not None:
+        if length is not None:
+            raise BadRequest("both Content-Length and Transfer-Encoding")
+        if incoming.old:
+            raise BadRequest("Transfer-Encoding in HTTP/1.0")
+        if codings.lower() != b"chunked":
+            raise BadRequest("the only transfer coding is chunked")
+    size = 0
+    if length is not None:
+        if not length.isdigit() or len(length) > 18:
+            raise BadRequest("malformed Content-Length")
+        size = int(length)
+    if expect is not None and expect.lower() != b"100-continue":
+        raise ExpectationFailed("the only expectation is 100-continue")
+    return size, codings is not None, expect is not None and not incoming.old

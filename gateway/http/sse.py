@@ -1,0 +1,43 @@
+"""Where an event of a server-sent stream ends. Nothing here parses events: the relay must not pay for that."""
+
+_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n")
+
+
+def boundary(data: bytes) -> int:
+    """Offset just after the last complete event in ``data``; 0 if there is none."""
+    if data.endswith(b"\n\n"):
+        return len(data)
+    best = 0
+    for end in _ENDS:
+        at = data.rfind(end)
+        if at >= 0:
+            best = max(best, at + len(end))
+    return best
+
+
+def first_event(data: bytes) -> bytes | None:
+    """The first complete event that is not only a comment, as it stands; ``None`` if there is none yet."""
+    at = 0
+    while at < len(data):
+        ends = [(found, len(end)) for end in _ENDS if (found := data.find(end, at)) >= 0]
+        if not ends:
+            return None
+        found, length = min(ends)
+        event = data[at:found]
+        if any(line and not line.startswith(b":") for line in event.splitlines()):
+            return event
+        at = found + length
+    return None
+
+
+def payload(event: bytes) -> tuple[bytes, bytes]:
+    """(event name, joined data) of one event; either may be empty."""
+    name, data = b"", []
+    for line in event.splitlines():
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            data.append(value)
+        elif field == b"event":
+            name = value
+    return name, b"\n".join(data)

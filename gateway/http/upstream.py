@@ -1,0 +1,330 @@
+"""Outbound connections: a `Pool` for each worker, and `Outbound`, one connection that carries one exchange at a time.
+
+Idle connections are taken last in, first out, so that a quiet pool shrinks. A connection that the worker closed while it
+was idle is noticed when that happens; one that dies between our request and the first byte of the answer is told apart
+(`Outbound.fresh`, `Outbound.answered`), because only then may the request be sent again to the same worker.
+
+The answer reaches the exchange in at most three calls a read: head, joined data, end. Payload bytes are llhttp's, the
+framing of the worker is gone.
+"""
+
+import asyncio
+import ssl
+from typing import Protocol, cast
+
+import httptools
+
+from gateway.errors import Malformed, NoConnection, Refused, Reset, Stalled, WorkerFault
+from gateway.http.limits import Outward
+
+
+class Receiver(Protocol):
+    """Who sent the request."""
+
+    def response_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
+        """Final status and fields (names as sent, repeats included)."""
+
+    def response_data(self, data: bytes) -> None:
+        """Payload bytes, at least one."""
+
+    def response_end(self) -> None:
+        """The answer is complete."""
+
+    def response_failed(self, fault: WorkerFault) -> None:
+        """The answer will not be completed; nothing else is called after it."""
+
+    def worker_slow(self) -> None:
+        """The worker does not take our request as fast as we send it."""
+
+
+class Outbound(asyncio.Protocol):
+    """One connection to a worker."""
+
+    __slots__ = (
+        "_complete",
+        "_fields",
+        "_headed",
+        "_parser",
+        "_pieces",
+        "_sized",
+        "_started",
+        "_status",
+        "answered",
+        "fresh",
+        "idle_since",
+        "pool",
+        "receiver",
+        "transport",
+    )
+
+    def __init__(self, pool: "Pool") -> None:
+        self.pool = pool
+        self.transport: asyncio.Transport | None = None
+        self.receiver: Receiver | None = None
+        self.fresh = True
+        """Whether the present request is the first on this connection."""
+        self.answered = False
+        """Whether a byte of the present answer has come."""
+        self.idle_since = 0.0
+        self._parser: httptools.HttpResponseParser | None = None
+        self._fields: list[tuple[bytes, bytes]] = []
+        self._pieces: list[bytes] = []
+        self._status = 0
+        self._headed = False
+        self._started = False
+        self._complete = False
+        self._sized = False
+
+    # -- asyncio ----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self.pool.lost(self)
+        receiver, self.receiver = self.receiver, None
+        if receiver is None:
+            return
+        if self._started and not self._sized and exc is None:
+            receiver.response_end()
+        else:
+            receiver.response_failed(Reset("the worker closed the connection before its answer was complete"))
+
+    def pause_writing(self) -> None:
+        if self.receiver is not None:
+            self.receiver.worker_slow()
+
+    def data_received(self, data: bytes) -> None:
+        receiver = self.receiver
+        if receiver is None:
+            # Nothing was asked: whatever this is, the next answer must not begin with it.
+            self.close()
+            return
+        self.answered = True
+        parser = self._parser
+        assert parser is not None
+        try:
+            parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            if not self._complete:
+                self._fail(Malformed("the worker's answer is not HTTP"))
+                return
+            self._sized = False
+        if self._headed:
+            # Not from inside the parser, which would take a defect of ours for a malformed answer.
+            self._headed = False
+            receiver.response_head(self._status, self._fields)
+        pieces = self._pieces
+        if pieces and self.receiver is receiver:
+            self._pieces = []
+            receiver.response_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if self._complete and self.receiver is receiver:
+            self._release(receiver)
+
+    # -- llhttp -----------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Callback of llhttp."""
+        if self._complete:
+            # More than one answer to one request: finish ours, do not keep the connection.
+            self._sized = False
+        self._fields = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Callback of llhttp."""
+        self._fields.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Callback of llhttp."""
+        assert self._parser is not None
+        if self._complete or self.receiver is None:
+            return
+        self._status = status = self._parser.get_status_code()
+        if status < 200:
+            return
+        self._started = True
+        sized = status in (204, 304)
+        for name, _ in self._fields:
+            low = name.lower()
+            if low in (b"content-length", b"transfer-encoding"):
+                sized = True
+        self._sized = sized
+        self._headed = True
+
+    def on_body(self, data: bytes) -> None:
+        """Callback of llhttp."""
+        if not self._complete:
+            self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        """Callback of llhttp; also called after an interim answer."""
+        if self._status >= 200:
+            self._complete = True
+
+    # -- for the exchange -------------------------------------------------------------------------------------------
+
+    def request(self, receiver: Receiver, head: bytes, body: bytes) -> None:
+        """Send one request."""
+        assert self.transport is not None
+        self.receiver = receiver
+        self.answered = False
+        self._headed = self._started = self._complete = self._sized = False
+        self._pieces = []
+        self._status = 0
+        self._parser = httptools.HttpResponseParser(self)
+        if body:
+            self.transport.writelines((head, body))
+        else:
+            self.transport.write(head)
+
+    def finish_bodyless(self) -> None:
+        """The answer to HEAD has its fields: that is all of it. The connection is not used again."""
+        receiver, self.receiver = self.receiver, None
+        self.close()
+        if receiver is not None:
+            receiver.response_end()
+
+    def slow(self) -> None:
+        """Stop reading: the client does not keep up."""
+        if self.transport is not None:
+            self.transport.pause_reading()
+
+    def ready(self) -> None:
+        """Read again."""
+        if self.transport is not None:
+            self.transport.resume_reading()
+
+    def close(self) -> None:
+        """Drop the connection and whoever waits on it, without telling them. For the worker this is an abort."""
+        self.receiver = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request may be sent."""
+        return self.transport is not None and not self.transport.is_closing()
+
+    def _release(self, receiver: Receiver) -> None:
+        self.receiver = None
+        self.fresh = False
+        parser, self._parser = self._parser, None
+        if parser is not None and self._sized and parser.should_keep_alive() and self.reusable:
+            self.pool.put(self)
+        else:
+            self.close()
+        receiver.response_end()
+
+    def _fail(self, fault: WorkerFault) -> None:
+        receiver = self.receiver
+        self.close()
+        if receiver is not None:
+            receiver.response_failed(fault)
+
+
+class Pool:
+    """Connections to one worker."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        limits: Outward | None = None,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.tls = tls
+        self.limits = limits or Outward()
+        self.open = 0
+        """Connections that exist, idle ones and those being made included."""
+        self.closed = False
+        self._idle: list[Outbound] = []
+        self._busy: set[Outbound] = set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def idle(self) -> int:
+        """Idle connections."""
+        return len(self._idle)
+
+    def take(self) -> Outbound | None:
+        """An idle connection, the one used last; ``None`` if there is none."""
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if connection.reusable:
+                self._busy.add(connection)
+                return connection
+        return None
+
+    async def connect(self) -> Outbound:
+        """A new connection. Raises `NoConnection` at the bound, `Refused` or `Stalled` (a `WorkerFault`)."""
+        if self.open >= self.limits.connections or self.closed:
+            raise NoConnection("all connections to the worker are in use", retry_after=1)
+        self.open += 1
+        try:
+            async with asyncio.timeout(self.limits.connect_seconds):
+                _, connection = await self._loop.create_connection(
+                    lambda: Outbound(self),
+                    self.host,
+                    self.port,
+                    ssl=self.tls,
+                    server_hostname=self.host if self.tls is not None else None,
+                )
+        except TimeoutError:
+            self.open -= 1
+            raise Stalled("the worker did not accept a connection in time") from None
+        except (OSError, ssl.SSLError) as error:
+            self.open -= 1
+            what = (
+                "TLS with the worker failed" if isinstance(error, ssl.SSLError) else "the worker refused the connection"
+            )
+            raise Refused(what) from None
+        except BaseException:
+            self.open -= 1
+            raise
+        self._busy.add(connection)
+        return connection
+
+    def put(self, connection: Outbound) -> None:
+        """Take back a connection whose answer is complete."""
+        self._busy.discard(connection)
+        if self.closed or len(self._idle) >= self.limits.keep_idle:
+            connection.close()
+            return
+        connection.idle_since = self._clock()
+        self._idle.append(connection)
+
+    def lost(self, connection: Outbound) -> None:
+        """A connection ended."""
+        self.open -= 1
+        self._busy.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close connections that were idle for too long; the oldest stand first."""
+        until = now - self.limits.keep_seconds
+        while self._idle and self._idle[0].idle_since < until:
+            self._idle.pop(0).close()
+
+    def close_idle(self) -> None:
+        """Forget idle connections: the worker restarted."""
+        for connection in self._idle[:]:
+            connection.close()
+        self._idle.clear()
+
+    def close(self) -> None:
+        """Use no more; running exchanges end by themselves."""
+        self.closed = True
+        self.close_idle()
+
+    def abort(self) -> None:
+        """Cut everything, running exchanges too: their receivers are told by the loss of the connection."""
+        self.close()
+        for connection in list(self._busy):
+            if connection.transport is not None:
+                connection.transport.abort()

@@ -1,0 +1,196 @@
+"""Heads on the wire, in both directions: what is passed on, what stops here, what is ours."""
+
+from gateway.dialects.fields import GUARDED_HEADERS
+from gateway.http.server import Incoming
+
+STATUS = {
+    200: b"OK",
+    201: b"Created",
+    202: b"Accepted",
+    204: b"No Content",
+    304: b"Not Modified",
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    403: b"Forbidden",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    409: b"Conflict",
+    413: b"Content Too Large",
+    415: b"Unsupported Media Type",
+    417: b"Expectation Failed",
+    422: b"Unprocessable Content",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    501: b"Not Implemented",
+    502: b"Bad Gateway",
+    503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+    505: b"HTTP Version Not Supported",
+}
+
+HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+"""Fields of one connection, RFC 9110 section 7.6.1."""
+
+_REQUEST_STOPS = HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"accept-encoding",
+    b"x-request-id",
+    b"x-warmroute-session",
+}
+_RESPONSE_STOPS = HOP | {b"content-length", b"x-request-id"}
+_CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"cookie"))
+
+
+def request_head(
+    incoming: Incoming,
+    base: bytes,
+    authority: bytes,
+    length: int,
+    request_id: bytes,
+    worker_key: str | None,
+    keyed: bool,
+) -> bytes:
+    """Head of the request to a worker.
+
+    ``keyed``: credentials are the gateway's own, so the client's stop here. A worker's key takes their place.
+    """
+    target = base + incoming.path
+    if incoming.query:
+        target += b"?" + incoming.query
+    parts = [incoming.method, b" ", target, b" HTTP/1.1\r\nhost: ", authority, b"\r\naccept-encoding: identity\r\n"]
+    strips = keyed or worker_key is not None
+    named: set[bytes] = set()
+    for low, name, value in incoming.fields:
+        if low in _REQUEST_STOPS:
+            if low == b"connection" and value.lower() not in (b"close", b"keep-alive"):
+                named = {option.strip().lower() for option in value.split(b",")}
+            continue
+        if low in _CREDENTIALS and strips:
+            continue
+        if low in GUARDED_HEADERS or low.startswith(b"x-override-") or (b"_" in low and _guarded(low)):
+            continue
+        parts += (name, b": ", value, b"\r\n")
+    if named:
+        return request_head(_without(incoming, named), base, authority, length, request_id, worker_key, keyed)
+    if worker_key is not None:
+        parts += (b"authorization: Bearer ", worker_key.encode(), b"\r\n")
+    parts += (b"x-request-id: ", request_id)
+    if length or incoming.method in (b"POST", b"PUT", b"PATCH"):
+        parts.append(b"\r\ncontent-length: %d\r\n\r\n" % length)
+    else:
+        parts.append(b"\r\n\r\n")
+    return b"".join(parts)
+
+
+def _guarded(low: bytes) -> bool:
+    """Servers read ``_`` as ``-`` in field names."""
+    plain = low.replace(b"_", b"-")
+    return plain in GUARDED_HEADERS or plain.startswith(b"x-override-")
+
+
+def _without(incoming: Incoming, named: set[bytes]) -> Incoming:
+    """The same request without the fields that its ``Connection`` names."""
+    fields = [field for field in incoming.fields if field[0] not in named and field[0] != b"connection"]
+    target = incoming.path + (b"?" + incoming.query if incoming.query else b"")
+    return Incoming(incoming.method, target, fields, incoming.old)
+
+
+def response_head(
+    status: int,
+    fields: list[tuple[bytes, bytes]],
+    length: bytes | None,
+    sse: bool,
+    incoming: Incoming,
+    told: bytes,
+    request_id: bytes,
+) -> bytes:
+    """Head of the answer to the client; ``length`` is the body's size if known, ``told`` complete extra lines."""
+    parts = [b"HTTP/1.1 %d " % status, STATUS.get(status, b"Status"), b"\r\n"]
+    named: set[bytes] = set()
+    for name, value in fields:
+        if name.lower() == b"connection":
+            named |= {option.strip().lower() for option in value.split(b",")}
+    unbuffered = uncached = False
+    for name, value in fields:
+        low = name.lower()
+        if low in _RESPONSE_STOPS or low in named:
+            continue
+        unbuffered = unbuffered or low == b"x-accel-buffering"
+        uncached = uncached or low == b"cache-control"
+        parts += (name, b": ", value, b"\r\n")
+    if sse:
+        if not unbuffered:
+            parts.append(b"x-accel-buffering: no\r\n")
+        if not uncached:
+            parts.append(b"cache-control: no-cache\r\n")
+    if length is not None:
+        parts += (b"content-length: ", length, b"\r\n")
+    elif not incoming.old and status not in (204, 304):
+        parts.append(b"transfer-encoding: chunked\r\n")
+    parts += (b"x-request-id: ", request_id, b"\r\n", told, connection_line(incoming), b"\r\n")
+    return b"".join(parts)
+
+
+def connection_line(incoming: Incoming) -> bytes:
+    """What the client is told about the connection's future."""
+    if incoming.close:
+        return b"connection: close\r\n"
+    return b"connection: keep-alive\r\n" if incoming.old else b""
+
+
+def whole(status: int, body: bytes, incoming: Incoming, extra: bytes = b"", kind: bytes = b"application/json") -> bytes:
+    """A complete response of our own."""
+    head = b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
+        status,
+        STATUS.get(status, b"Status"),
+        kind,
+        len(body),
+        extra,
+        connection_line(incoming),
+    )
+    return head if incoming.method == b"HEAD" else head + body
+
+
+def content_of(fields: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes | None]:
+    """(content type in lower case, content length if the answer is framed by it)."""
+    kind, length = b"", None
+    for name, value in fields:
+        low = name.lower()
+        if low == b"content-type":
+            kind = value.lower()
+        elif low == b"content-length":
+            length = value
+        elif low == b"transfer-encoding":
+            return kind or _kind(fields), None
+    return kind, length
+
+
+def _kind(fields: list[tuple[bytes, bytes]]) -> bytes:
+    for name, value in fields:
+        if name.lower() == b"content-type":
+            return value.lower()
+    return b""
+
+
+def retry_after(fields: list[tuple[bytes, bytes]]) -> float | None:
+    """Seconds of a ``Retry-After`` field; dates are not worth reading from a worker."""
+    for name, value in fields:
+        if name.lower() == b"retry-after" and value.isdigit() and len(value) < 7:
+            return float(value)
+    return None

@@ -1,0 +1,237 @@
+"""Watching workers: reading what they are, whether they live, and how busy they are.
+
+One task a worker. A worker that cannot be reached keeps being tried, so the gateway starts without its fleet and the
+fleet joins when it comes. One slow probe is not death: a probe that gets no answer counts only while traffic gets none
+either. An engine that is busy answers late, not never.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import aiohttp
+
+from gateway.engines import Answer, Engine, all_engines
+from gateway.errors import Malformed, Refused, Stalled, WorkerFault
+from gateway.fleet import FALL, RISE, Facts, Fleet, State, Worker
+
+log = logging.getLogger("warmroute")
+
+ANSWER = 25.0
+"""Seconds that a probe may take: SGLang's own health check waits for 20."""
+LARGEST = 8 * 1024 * 1024
+"""Bytes of an answer that are read."""
+
+
+class Probe:
+    """Tasks that watch the workers of a fleet."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        described: Callable[[Worker], None] = lambda worker: None,
+        *,
+        health_seconds: float = 5.0,
+        load_seconds: float = 2.0,
+        join_seconds: float = 1.0,
+    ) -> None:
+        self.fleet = fleet
+        self.described = described
+        """Told after a worker's facts were read."""
+        self.health_seconds = health_seconds
+        self.load_seconds = load_seconds
+        self.join_seconds = join_seconds
+        self.engines = all_engines()
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Watch every worker that the fleet has now."""
+        # A probe must not wait behind another worker's; each worker has few of its own.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=4),
+            timeout=aiohttp.ClientTimeout(total=ANSWER, connect=5),
+            auto_decompress=False,
+        )
+        for worker in self.fleet.workers.values():
+            self.watch(worker)
+
+    async def stop(self) -> None:
+        """End all tasks."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def watch(self, worker: Worker) -> None:
+        """Begin to watch ``worker``."""
+        if worker.id not in self._tasks:
+            self._tasks[worker.id] = asyncio.get_running_loop().create_task(
+                self._watch(worker), name=f"probe {worker.id}"
+            )
+
+    def unwatch(self, worker: Worker) -> None:
+        """Stop watching it."""
+        task = self._tasks.pop(worker.id, None)
+        if task is not None:
+            task.cancel()
+
+    async def read(self, worker: Worker) -> Facts:
+        """What the engine is. Raises `WorkerFault` if it does not answer."""
+
+        async def ask(path: str) -> Answer:
+            return await self.ask(worker, path)
+
+        wanted = worker.spec.engine
+        kinds: list[Engine] = [self.engines[wanted]] if wanted else list(self.engines.values())
+        for engine in kinds:
+            facts = await engine.read(ask)
+            if facts is not None:
+                return facts
+        if wanted:
+            generic = await self.engines["generic"].read(ask)
+            if generic is not None:
+                generic.engine = wanted
+                return generic
+        raise Malformed("it answers like no engine")
+
+    async def ask(self, worker: Worker, path: str) -> Answer:
+        """GET ``path`` of ``worker``. Raises `WorkerFault`."""
+        assert self._session is not None
+        key = worker.spec.api_key
+        try:
+            async with self._session.get(
+                worker.url.rstrip("/") + path,
+                headers={"authorization": f"Bearer {key}"} if key else None,
+                ssl=worker.tls or True,
+                allow_redirects=False,
+            ) as response:
+                body = await response.content.read(LARGEST)
+                while not response.content.at_eof() and len(body) < LARGEST:
+                    more = await response.content.read(LARGEST - len(body))
+                    if not more:
+                        break
+                    body += more
+                return Answer(response.status, body)
+        except TimeoutError:
+            raise Stalled("a probe got no answer in time") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Refused(f"a probe could not connect: {error.os_error.strerror or error}") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Malformed(f"a probe failed: {error or type(error).__name__}") from None
+
+    # -- one worker -------------------------------------------------------------------------------------------------
+
+    async def _watch(self, worker: Worker) -> None:
+        load: asyncio.Task[None] | None = None
+        try:
+            load = asyncio.get_running_loop().create_task(self._watch_load(worker))
+            while True:
+                try:
+                    pause = await self._look(worker)
+                except Exception:
+                    log.exception("probing %s failed", worker.id)
+                    pause = self.health_seconds
+                await asyncio.sleep(pause)
+        finally:
+            if load is not None:
+                load.cancel()
+                await asyncio.gather(load, return_exceptions=True)
+
+    async def _look(self, worker: Worker) -> float:
+        """One look at it; the seconds until the next."""
+        if worker.state is State.JOINING:
+            return await self._join(worker)
+        answered = worker.answered
+        try:
+            engine = self.engines.get(worker.facts.engine) or self.engines["generic"]
+            answer = await self.ask(worker, engine.health)
+            healthy, why = answer.status == 200, f"health check says {answer.status}"
+        except Stalled as fault:
+            # Busy is not dead: traffic that gets answers says more than a probe that gets none.
+            healthy, why = worker.answered != answered, fault.message
+        except WorkerFault as fault:
+            healthy, why = False, fault.message
+        if healthy:
+            await self._healthy(worker)
+        else:
+            self._unhealthy(worker, why)
+        return self.health_seconds if worker.state in (State.READY, State.DRAINING) else self.join_seconds
+
+    async def _join(self, worker: Worker) -> float:
+        try:
+            facts = await self.read(worker)
+        except WorkerFault as fault:
+            worker.reason = fault.message
+            return self.join_seconds
+        self._describe(worker, facts)
+        engine = self.engines.get(facts.engine) or self.engines["generic"]
+        try:
+            answer = await self.ask(worker, engine.health)
+        except WorkerFault as fault:
+            worker.reason = fault.message
+            return self.join_seconds
+        if answer.status != 200:
+            worker.reason = f"health check says {answer.status}"
+            return self.join_seconds
+        worker.failures = 0
+        if worker.state is State.JOINING and self.fleet.set_state(worker, State.READY, "healthy"):
+            log.info("%s is ready: %s, models %s", worker.id, facts.engine, [model.name for model in facts.models])
+        return self.health_seconds
+
+    async def _healthy(self, worker: Worker) -> None:
+        worker.failures = 0
+        worker.successes += 1
+        if worker.state is State.DOWN:
+            if worker.successes < RISE:
+                return
+            # Whatever came back may be another engine with other models.
+            try:
+                self._describe(worker, await self.read(worker))
+            except WorkerFault:
+                return
+            if worker.state is State.DOWN and self.fleet.set_state(worker, State.READY, "healthy again"):
+                log.info("%s is ready again", worker.id)
+        elif worker.successes % 6 == 0:
+            try:
+                self._describe(worker, await self.read(worker))
+            except WorkerFault as fault:
+                log.debug("reading %s failed: %s", worker.id, fault.message)
+
+    def _unhealthy(self, worker: Worker, why: str) -> None:
+        worker.successes = 0
+        worker.failures += 1
+        if worker.state is State.READY and worker.failures >= FALL and self.fleet.set_state(worker, State.DOWN, why):
+            log.warning("%s is down: %s", worker.id, why)
+
+    def _describe(self, worker: Worker, facts: Facts) -> None:
+        self.fleet.describe(worker, facts)
+        self.described(worker)
+
+    async def _watch_load(self, worker: Worker) -> None:
+        pause = self.load_seconds
+        while True:
+            await asyncio.sleep(pause)
+            pause = self.load_seconds
+            if worker.state is not State.READY:
+                continue
+            engine = self.engines.get(worker.facts.engine)
+            if engine is None:
+                return
+            waiting = [target.running - int(target.busy - target.foreign) for target in worker.targets]
+            try:
+                loads = await engine.load(lambda path: self.ask(worker, path))
+            except WorkerFault:
+                continue
+            except Exception:
+                log.exception("reading the load of %s failed", worker.id)
+                loads = None
+            if loads is None:
+                pause = 30.0
+                continue
+            for target, load, ours in zip(worker.targets, loads, waiting, strict=False):
+                load.taken = self.fleet.clock()
+                self.fleet.report(target, load, max(0, ours))

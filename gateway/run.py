@@ -1,0 +1,261 @@
+"""Starting and stopping a gateway: listeners, probes, upkeep, and the order in which they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import ssl
+from time import monotonic
+
+from gateway.admin import AdminSite
+from gateway.app import Gateway
+from gateway.config import Config
+from gateway.engines.audit import lines as audit_lines
+from gateway.fleet import Fleet, Worker, WorkerSpec
+from gateway.http.limits import Inward, Outward
+from gateway.http.server import Inbound
+from gateway.metrics import Metrics
+from gateway.probe import Probe
+from gateway.routing import Options
+from gateway.sessions import Sessions
+from gateway.tenants import ANONYMOUS, Tenant, Tenants
+from kv_index.radix import RadixIndex
+
+log = logging.getLogger("warmroute")
+
+TICK = 0.5
+"""Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
+
+
+class Running:
+    """One gateway with its listeners. ``await start()``, then ``await stop()``."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        limits_out = Outward(
+            connect_seconds=config.timeouts.connect,
+            first_byte_seconds=config.timeouts.first_byte,
+            idle_seconds=config.timeouts.idle,
+        )
+        limits_in = Inward(
+            body=config.listen.max_body,
+            connections=_connections(config.listen.max_connections),
+            idle_seconds=config.listen.idle,
+            head_seconds=config.listen.head_timeout,
+            body_seconds=config.listen.body_timeout,
+        )
+        self.index = RadixIndex(config.index.max_bytes)
+        self.metrics = Metrics()
+        self.fleet = Fleet(monotonic, limits_out, self._forget)
+        self.sessions = Sessions(
+            most=config.sessions.max,
+            idle=config.sessions.idle,
+            headers=config.sessions.headers,
+            homes=self._homes,
+        )
+        self.gateway = Gateway(
+            fleet=self.fleet,
+            sessions=self.sessions,
+            index=self.index,
+            metrics=self.metrics,
+            tenants=make_tenants(config),
+            options=make_options(config),
+            limits_in=limits_in,
+            limits_out=limits_out,
+            attempts=config.retries.attempts,
+            retry_budget=config.retries.budget,
+            passthrough=tuple(config.passthrough),
+        )
+        self.probe = Probe(
+            self.fleet,
+            self._described,
+            health_seconds=config.probes.health,
+            load_seconds=config.probes.load,
+            join_seconds=config.probes.join,
+        )
+        self.admin = AdminSite(self)
+        self.port = 0
+        self._listener: asyncio.Server | None = None
+        self._upkeep: asyncio.Task[None] | None = None
+        self._audited: dict[str, list[str]] = {}
+        for worker in config.workers:
+            self.add_worker(
+                WorkerSpec(
+                    url=worker.url,
+                    engine=worker.engine,
+                    role=worker.role,
+                    models=worker.models,
+                    api_key=worker.api_key,
+                    kv_tokens=worker.kv_tokens,
+                    verify_tls=worker.verify_tls,
+                    ca=worker.ca,
+                ),
+                watch=False,
+            )
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen and watch. Raises `OSError` when an address cannot be had."""
+        listen = self.config.listen
+        loop = asyncio.get_running_loop()
+        tls = None
+        if listen.tls is not None:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.minimum_version = ssl.TLSVersion.TLSv1_2
+            tls.load_cert_chain(listen.tls.cert, listen.tls.key)
+        self._listener = await loop.create_server(
+            lambda: Inbound(self.gateway.server), listen.host, listen.port, ssl=tls, backlog=2048, reuse_address=True
+        )
+        self.port = self._listener.sockets[0].getsockname()[1]
+        await self.admin.start()
+        await self.probe.start()
+        self._upkeep = loop.create_task(self._tick(), name="upkeep")
+
+    async def stop(self, pause: float | None = None) -> None:
+        """Drain: readiness off, a pause for balancers to notice, no new connections, running requests to their end."""
+        gateway, config = self.gateway, self.config
+        gateway.ending = True
+        await asyncio.sleep(config.drain if pause is None else pause)
+        if self._listener is not None:
+            self._listener.close()
+        gateway.server.close_idle()
+        deadline = gateway.clock() + config.drain_limit
+        while gateway.exchanges and gateway.clock() < deadline:
+            await asyncio.sleep(0.05)
+        for exchange in list(gateway.exchanges):
+            exchange.client.abort()
+            exchange.client_gone()
+        await self.probe.stop()
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            await asyncio.gather(self._upkeep, return_exceptions=True)
+        await self.admin.stop()
+        for connection in list(gateway.server.connections):
+            connection.shut()
+        for worker in self.fleet.workers.values():
+            worker.pool.close()
+        # One turn of the loop, for closed transports to say so.
+        await asyncio.sleep(0)
+
+    async def _tick(self) -> None:
+        clock = self.gateway.clock
+        expected = clock() + TICK
+        while True:
+            await asyncio.sleep(max(0.0, expected - clock()))
+            now = clock()
+            self.metrics.lag.observe((), max(0.0, now - expected))
+            expected = now + TICK
+            try:
+                self.gateway.sweep()
+            except Exception:
+                self.gateway.defect("upkeep")
+
+    # -- fleet ------------------------------------------------------------------------------------------------------
+
+    def add_worker(self, spec: WorkerSpec, watch: bool = True) -> Worker:
+        """Add a worker and watch it. One of the same address is returned as it is."""
+        worker = self.fleet.add(spec)
+        if watch:
+            self.probe.watch(worker)
+        return worker
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Forget a worker; what it still answers is relayed to its end."""
+        self.probe.unwatch(worker)
+        names = [target.name for target in worker.targets]
+        self.fleet.remove(worker)
+        for target in worker.targets:
+            self.index.remove(target.id)
+        for name in names:
+            self.metrics.drop_target(name)
+
+    def _described(self, worker: Worker) -> None:
+        self.gateway.routing.fit_capacities()
+        found = audit_lines(worker)
+        if self._audited.get(worker.id) != found:
+            self._audited[worker.id] = found
+            for line in found:
+                log.warning("%s: %s", worker.id, line)
+
+    def _forget(self, target: int) -> None:
+        self.gateway.forget_target(target)
+
+    def _homes(self, target: int, change: int) -> None:
+        found = self.fleet.targets.get(target)
+        if found is not None:
+            found.homes = max(0, found.homes + change)
+
+
+def _connections(wanted: int) -> int:
+    """As many client connections as the descriptor limit allows beside as many to workers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = 2 * wanted + 256
+    if soft < need:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(need, hard) if hard >= 0 else need, hard))
+        except (ValueError, OSError):
+            pass
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < need:
+        allowed = max(64, (soft - 256) // 2)
+        log.warning(
+            "the descriptor limit %d allows %d client connections, not %d: raise ulimit -n", soft, allowed, wanted
+        )
+        return allowed
+    return wanted
+
+
+def make_tenants(config: Config) -> Tenants:
+    """Tenants with their policies and keys."""
+    pairs = []
+    for each in config.tenants:
+        tenant = Tenant(
+            each.name,
+            policy=config.make_policy(each.policy) if each.policy else None,
+            models=frozenset(each.models) if each.models is not None else None,
+            shows_routing=each.show_routing,
+            isolated=each.isolation == "isolated",
+        )
+        pairs += [(str(key), tenant) for key in each.keys]
+    return Tenants(pairs, Tenant(ANONYMOUS) if config.anonymous or not pairs else None)
+
+
+def make_options(config: Config) -> Options:
+    """How models are named and routed."""
+    return Options(
+        default=lambda: config.make_policy(config.policy),
+        policies={name: config.make_policy(model.policy) for name, model in config.models.items() if model.policy},
+        aliases={alias: name for name, model in config.models.items() for alias in model.aliases},
+        configured=frozenset(config.models),
+        thinking={name: model.thinking for name, model in config.models.items()},
+    )
+
+
+async def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT; a second one ends at once."""
+    running = Running(config)
+    await running.start()
+    log.info(
+        "listening on %s:%d, admin on %s:%d", config.listen.host, running.port, config.admin.host, running.admin.port
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = 0
+
+    def asked() -> None:
+        nonlocal signals
+        signals += 1
+        stop.set()
+        if signals > 1:
+            for exchange in list(running.gateway.exchanges):
+                exchange.client.abort()
+                exchange.client_gone()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked)
+    await stop.wait()
+    log.info("draining: %d requests are running", len(running.gateway.exchanges))
+    await running.stop()

@@ -1,0 +1,290 @@
+"""Who a request belongs to, and where that session is at home.
+
+Identity is looked for in a fixed order: configured headers, the gateway's own sticky token, state that lives on one
+worker, the headers of the common clients, body fields, and last the content: a request whose messages extend those of a
+recent request belongs to its session. A credential, an address, a trace or a request id never names a session.
+
+Keys are scoped by tenant and model, checked for length and characters, and hashed before they are stored.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from gateway.dialects import Prompt, Reading
+from kv_index.pages import EMPTY, Pages
+
+LONGEST = 256
+"""Bytes of the longest key that is believed."""
+
+STICKY = b"x-warmroute-session"
+
+_AGENTS = (
+    b"x-claude-code-session-id",
+    b"session-id",
+    b"thread-id",
+    b"conversation-id",
+    b"x-session-affinity",
+    b"x-opencode-session",
+    b"x-task-id",
+    b"x-openwebui-chat-id",
+    b"x-litellm-session-id",
+    b"x-litellm-trace-id",
+    b"x-smg-routing-key",
+    b"x-grok-conv-id",
+)
+"""Headers of the common clients after ``x-session-id``; ``-`` and ``_`` are the same."""
+
+_LAST = b"x-correlation-id"
+_ANY = re.compile(rb"x-[a-z0-9-]*session-id\Z")
+_NEVER = frozenset((b"x-parent-session-id",))
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+
+
+@dataclass(slots=True)
+class Found:
+    """The name of a session as a request gives it."""
+
+    source: str
+    value: bytes
+    child: bytes = b""
+    """Which sub-agent of it; a child session of its own."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One chain of requests."""
+
+    key: bytes
+    """16 bytes: digest of tenant, model and name."""
+    source: str
+    tenant: str
+    model: str
+    hash: int
+    """64 bits for rendezvous and display."""
+    home: int | None = None
+    """target id."""
+    parent: bytes | None = None
+    pages: Pages = EMPTY
+    """Symbols of the last prompt."""
+    prompt_bytes: int = 0
+    prompt_tokens: int | None = None
+    """As the engine reported for the last prompt."""
+    tail_tokens: int = 0
+    """Tokens generated after the last prompt, held by ``tail_target`` but not yet known as text."""
+    tail_target: int | None = None
+    tail_digest: bytes = b""
+    """Digest of the whole last prompt: the tail counts only behind it."""
+    used: float = 0.0
+    turns: int = 0
+    running: int = 0
+    ends: list[bytes] = field(default_factory=list)
+    """Digests under which its content is known to `Sessions.by_content`."""
+
+
+class Sessions:
+    """The bounded store of sessions. Times are seconds on the loop's clock."""
+
+    def __init__(
+        self,
+        *,
+        most: int = 200_000,
+        idle: float = 1800.0,
+        headers: Iterable[str] = (),
+        homes: Callable[[int, int], None] = lambda target, change: None,
+    ) -> None:
+        self.most = most
+        self.idle = idle
+        self.configured = [name.lower().replace("_", "-").encode() for name in headers]
+        self._homes = homes
+        """Told when a target gains or loses a home."""
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self._ends: dict[bytes, Session] = {}
+        self.dropped = 0
+        """Sessions forgotten because the store was full."""
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    # -- identity ---------------------------------------------------------------------------------------------------
+
+    def name(self, named: Mapping[bytes, bytes], reading: Reading) -> Found | None:
+        """The session that a request names in its headers or body; ``None`` if it names none."""
+        fields = {low.replace(b"_", b"-"): value for low, value in named.items()}
+        for header in self.configured:
+            value = _clean(fields.get(header))
+            if value is not None:
+                return Found("configured", value)
+        value = _clean(fields.get(STICKY))
+        if value is not None:
+            return Found("sticky", value)
+        if reading.conversation is not None:
+            return Found("conversation", reading.conversation.encode("utf-8", "replace")[:LONGEST])
+        value = _clean(fields.get(b"x-session-id"))
+        if value is not None:
+            return Found("x-session-id", value)
+        found = _agent(fields)
+        if found is not None:
+            return found
+        body = reading.session()
+        if body is not None:
+            value = _clean(body[1].encode("utf-8", "replace"))
+            if value is not None:
+                return Found(body[0], value)
+        value = _clean(fields.get(_LAST))
+        if value is not None:
+            return Found("x-correlation-id", value)
+        return None
+
+    def find(self, found: Found, tenant: str, model: str, now: float, dry: bool = False) -> Session:
+        """The session of that name, made if it is new. ``dry``: nothing is stored or touched."""
+        key = _key(tenant, model, b"named", found.value)
+        parent = None
+        if found.child:
+            parent = key
+            key = _key(tenant, model, b"child", key + found.child)
+        session = self._sessions.get(key)
+        if session is None:
+            session = Session(key, found.source, tenant, model, xxh3_64_intdigest(key), parent=parent)
+            if not dry:
+                self._add(session)
+            if parent is not None and (mother := self._sessions.get(parent)) is not None:
+                session.pages = mother.pages
+        if not dry:
+            self._touch(session, now)
+        return session
+
+    def by_content(
+        self, prompt: Prompt, scope: bytes, tenant: str, model: str, now: float, dry: bool = False
+    ) -> Session | None:
+        """The session whose last messages ``prompt`` extends, or a new one; ``None`` for a prompt without messages.
+
+        Only a prompt that adds at least one message to the *whole* of an earlier one joins it, so a start that a fleet
+        shares never joins two sessions.
+        """
+        marks = prompt.marks()
+        if not marks:
+            return None
+        view = memoryview(prompt.text)
+        session = None
+        for mark in reversed(marks[:-1]):
+            session = self._ends.get(xxh3_128_digest(scope + xxh3_128_digest(view[:mark])))
+            if session is not None:
+                break
+        if session is None:
+            key = _key(tenant, model, b"content", xxh3_128_digest(view) + len(self._sessions).to_bytes(8, "big"))
+            if key in self._sessions:
+                key = _key(tenant, model, b"content", key + repr(now).encode())
+            session = Session(key, "content", tenant, model, xxh3_64_intdigest(key))
+            if not dry:
+                self._add(session)
+        if not dry:
+            self._touch(session, now)
+        return session
+
+    def remember_content(self, session: Session, prompt: Prompt, scope: bytes) -> None:
+        """Make ``session`` findable by what it said so far."""
+        end = xxh3_128_digest(scope + xxh3_128_digest(prompt.text))
+        if end in session.ends:
+            return
+        other = self._ends.get(end)
+        if other is not None and other is not session:
+            other.ends.remove(end)
+        self._ends[end] = session
+        session.ends.append(end)
+        if len(session.ends) > 4:
+            self._ends.pop(session.ends.pop(0), None)
+
+    # -- homes and life ---------------------------------------------------------------------------------------------
+
+    def bind(self, session: Session, target: int) -> None:
+        """``target`` is the session's home from now on."""
+        if session.home == target:
+            return
+        if session.home is not None:
+            self._homes(session.home, -1)
+        session.home = target
+        self._homes(target, 1)
+
+    def unbind(self, session: Session) -> None:
+        """The session has no home now."""
+        if session.home is not None:
+            self._homes(session.home, -1)
+            session.home = None
+
+    def unbind_all(self, target: int) -> None:
+        """``target`` is gone: sessions at home there have none now. Costs the store."""
+        for session in self._sessions.values():
+            if session.home == target:
+                self.unbind(session)
+            if session.tail_target == target:
+                session.tail_target = None
+
+    def sweep(self, now: float) -> None:
+        """Forget sessions that were idle for too long; the oldest stand first."""
+        until = now - self.idle
+        while self._sessions:
+            oldest = next(iter(self._sessions.values()))
+            if oldest.used > until:
+                return
+            self.expired += 1
+            self.drop(oldest)
+
+    def drop(self, session: Session) -> None:
+        """Forget one session."""
+        if self._sessions.pop(session.key, None) is None:
+            return
+        for end in session.ends:
+            self._ends.pop(end, None)
+        session.ends.clear()
+        self.unbind(session)
+
+    def get(self, key: bytes) -> Session | None:
+        """By key, without touching it."""
+        return self._sessions.get(key)
+
+    def recent(self, limit: int) -> list[Session]:
+        """The most recently used, newest first."""
+        newest = reversed(self._sessions.values())
+        return [session for _, session in zip(range(limit), newest, strict=False)]
+
+    def _add(self, session: Session) -> None:
+        while len(self._sessions) >= self.most:
+            self.dropped += 1
+            self.drop(next(iter(self._sessions.values())))
+        self._sessions[session.key] = session
+
+    def _touch(self, session: Session, now: float) -> None:
+        session.used = now
+        self._sessions.move_to_end(session.key)
+
+
+def _key(tenant: str, model: str, space: bytes, value: bytes) -> bytes:
+    return xxh3_128_digest(b"\x00".join((tenant.encode(), model.encode("utf-8", "replace"), space, value)))
+
+
+def _clean(value: bytes | None) -> bytes | None:
+    if not value or len(value) > LONGEST or _CONTROL.search(value):
+        return None
+    return value
+
+
+def _agent(fields: Mapping[bytes, bytes]) -> Found | None:
+    for header in _AGENTS:
+        value = _clean(fields.get(header))
+        if value is None:
+            continue
+        child = b""
+        if header == b"x-claude-code-session-id":
+            child = _clean(fields.get(b"x-claude-code-agent-id")) or b""
+        return Found(header.decode(), value, child)
+    for low, value in fields.items():
+        if low.startswith(b"x-") and low not in _NEVER and _ANY.match(low):
+            cleaned = _clean(value)
+            if cleaned is not None:
+                return Found("x-*-session-id", cleaned)
+    return None

@@ -1,0 +1,265 @@
+"""What a policy sees and what it returns; finding a policy by name.
+
+A policy keeps no state and changes nothing: the gateway commits its choice (counter, home, charge), a dry run does not.
+It never names a URL or an HTTP status. Anything in a file of this package (or behind an entry point of the group
+``warmroute.policies``) that has a ``name`` and the two methods of `Policy` is one; its options are its constructor's
+keyword arguments.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from inspect import Parameter, signature
+from pkgutil import iter_modules
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from xxhash import xxh3_64_intdigest
+
+
+@dataclass(slots=True, eq=False)
+class Rates:
+    """What things cost on one kind of engine; learned online by the gateway, these are the priors.
+
+    Prefilling ``u`` tokens after a context of ``c`` takes ``base + token*u + attention*u*(c + u/2)`` seconds.
+    """
+
+    base: float = 0.02
+    """Seconds a request costs whatever its length."""
+    token: float = 1e-4
+    """Seconds for each uncached prompt token."""
+    attention: float = 1e-9
+    """Seconds for each uncached token and each token before it."""
+    decode: float = 1e-4
+    """Seconds by which one running decode lengthens one step of the others."""
+
+    def prefill(self, uncached: float, context: float) -> float:
+        """Seconds to prefill ``uncached`` tokens behind ``context`` tokens."""
+        return self.base + uncached * (self.token + self.attention * (context + 0.5 * uncached))
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """One target as policies see it. The gateway keeps the numbers current; policies only read."""
+
+    id: int
+    """Dense small integer; keys holdings."""
+    name: str
+    """Stable across restarts and replicas; breaks ties."""
+    rates: Rates = field(default_factory=Rates)
+    wait: float = 0.0
+    """Seconds of prefill work in front of a new request."""
+    running: int = 0
+    """Requests in flight that this gateway sent."""
+    foreign: float = 0.0
+    """Requests in flight that others sent, as the engine reports; decays with the report's age."""
+    busy: float = 0.0
+    """Requests that generate now: ours that have begun to answer, and the foreign ones."""
+    homes: int = 0
+    """Live sessions bound to it."""
+    share: float = 1.0
+    """Slow start: the part of its fair share that it may take now, in (0, 1]."""
+    seed: int = 0
+    """64-bit hash of the name; filled in when 0."""
+
+    def __post_init__(self) -> None:
+        if not self.seed:
+            self.seed = xxh3_64_intdigest(self.name.encode())
+
+    @property
+    def load(self) -> float:
+        """Requests in flight, scaled up while it starts slowly."""
+        return (self.running + self.foreign) / self.share
+
+
+@dataclass(slots=True)
+class Request:
+    """One request as policies see it."""
+
+    draw: int = 0
+    """64 random bits from the request's id: randomness that can be replayed."""
+    ordinal: int = 0
+    """How many requests were committed before this one."""
+    tokens: int | None = None
+    """Prompt tokens, estimated; ``None`` when the prompt is opaque."""
+    holdings: Mapping[int, int] = field(default_factory=dict)
+    """target id -> leading prompt tokens that it is believed to hold, usable ones only; absent is none."""
+    session: int | None = None
+    """64-bit hash of the session's key; ``None`` without a session."""
+    home: int | None = None
+    """target id of the session's home, whether or not it is among the candidates."""
+    siblings: int = 0
+    """Other requests of the same session that run now."""
+    prefix: int | None = None
+    """64-bit hash of the prompt's start; ``None`` when shorter than that."""
+
+    @property
+    def key(self) -> int:
+        """What ties break by: the same for all requests that should stay together."""
+        return self.session if self.session is not None else self.draw
+
+
+class Fleet:
+    """The targets that may take the request now: never empty, in a stable order.
+
+    The gateway makes one when the set changes and keeps it while it does not.
+    """
+
+    __slots__ = ("positions", "targets", "uniform")
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = tuple(targets)
+        self.positions = {target.id: at for at, target in enumerate(self.targets)}
+        """target id -> its place in ``targets``."""
+        self.uniform = len({id(target.rates) for target in targets}) == 1 and all(t.share == 1.0 for t in targets)
+        """Whether all share the same rates and none starts slowly: lets a policy price most of them at once."""
+
+
+class Terms(NamedTuple):
+    """Cost of one candidate, in seconds."""
+
+    wait: float = 0.0
+    prefill: float = 0.0
+    interference: float = 0.0
+    placement: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return self.wait + self.prefill + self.interference + self.placement
+
+
+class Choice(NamedTuple):
+    """What a policy decided."""
+
+    target: Target
+    reason: str
+    """One of a small fixed set of words for each policy: a metric label."""
+    moves_home: bool = True
+    """Whether a session that has a home elsewhere is bound to this target from now on."""
+    terms: Terms | None = None
+    runner_up: Target | None = None
+    runner_up_terms: Terms | None = None
+
+
+class Candidate(NamedTuple):
+    """One row of an explanation."""
+
+    target: Target
+    terms: Terms | None
+    holding: int
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A way to choose."""
+
+    name: str
+    needs_prefix: bool
+    """Whether it reads ``request.holdings`` or ``request.prefix``; the gateway skips that work otherwise."""
+    needs_session: bool
+    """Whether it reads ``request.session`` or ``request.home``."""
+
+    def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
+        """The target to use; ``now`` in seconds."""
+        ...
+
+    def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
+        """Every candidate with what speaks for and against it, best first."""
+        ...
+
+
+class ByLoad:
+    """Base of policies that price nothing: explains itself by load alone."""
+
+    needs_prefix = False
+    needs_session = False
+
+    def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
+        """Candidates, least loaded first; no cost terms."""
+        ranked = sorted(fleet.targets, key=lambda target: target.load)
+        return [Candidate(target, None, request.holdings.get(target.id, 0)) for target in ranked]
+
+
+_MASK = (1 << 64) - 1
+
+
+def affinity(key: int, target: Target) -> int:
+    """Rendezvous score of ``key`` on ``target``: highest wins; moves 1/n of the keys when one of n targets leaves.
+
+    Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+    """
+    mixed = (key ^ target.seed) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & _MASK
+    return mixed ^ mixed >> 32
+
+
+def rendezvous(key: int, targets: Iterable[Target]) -> Target:
+    """The target of highest `affinity`."""
+    return max(targets, key=lambda target: affinity(key, target))
+
+
+class UnknownPolicy(ValueError):
+    """No policy has that name."""
+
+
+class BadOption(ValueError):
+    """A policy's option is unknown, missing or of a bad value; ``option`` names it."""
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+def names() -> list[str]:
+    """Names that `load` knows, sorted."""
+    found = {module.name for module in iter_modules(import_module("policies").__path__)}
+    found = {name for name in found if _in_module(name) is not None}
+    found.update(point.name for point in entry_points(group="warmroute.policies"))
+    return sorted(found)
+
+
+def load(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """Make the policy ``name`` with ``options``.
+
+    Raises `UnknownPolicy`, or `BadOption` when its constructor does not take them.
+    """
+    kind = _in_module(name) if name.isidentifier() else None
+    if kind is None:
+        points = [point for point in entry_points(group="warmroute.policies") if point.name == name]
+        if not points:
+            raise UnknownPolicy(f"no policy is called {name!r}; there are: {', '.join(names())}")
+        kind = points[0].load()
+    options = dict(options or {})
+    parameters = signature(kind).parameters
+    for option in options:
+        if option not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise BadOption(f"policy {name} has no option {option!r}; its options: {known}", option)
+    for parameter in parameters.values():
+        if parameter.default is Parameter.empty and parameter.name not in options:
+            raise BadOption(f"policy {name} needs the option {parameter.name!r}", parameter.name)
+    policy = kind(**options)
+    if not isinstance(policy, Policy):
+        raise UnknownPolicy(f"{name} is not a policy: it lacks a name, a need or a method")
+    return policy
+
+
+def number(policy: str, option: str, value: Any, low: float, high: float) -> float:
+    """``value`` as a float within [low, high]; raises `BadOption` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise BadOption(f"{policy}.{option} must be a number from {low:g} to {high:g}, not {value!r}", option)
+    return float(value)
+
+
+def _in_module(name: str) -> Any:
+    if name in ("base", "cost") or name.startswith("_"):
+        return None
+    try:
+        module = import_module(f"policies.{name}")
+    except ModuleNotFoundError:
+        return None
+    for value in vars(module).values():
+        if isinstance(value, type) and value.__module__ == module.__name__ and getattr(value, "name", None) == name:
+            return value
+    return None
