@@ -121,7 +121,7 @@ class Inbound(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.deadline = self.clock() + self.server.limits.head_seconds
+        self.deadline = self.server.clock() + self.server.limits.head_seconds
         if not self.server.admit(self):
             self.refuse(self.server.full())
 
@@ -140,7 +140,7 @@ class Inbound(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.slow = True
-        self.deadline = self.clock() + self.server.limits.stalled_seconds
+        self.deadline = self.server.clock() + self.server.limits.stalled_seconds
         if self.owner is not None:
             self.owner.client_slow()
 
@@ -179,7 +179,7 @@ class Inbound(asyncio.Protocol):
                 self.refuse(BadRequest("a line of the head does not end in CRLF"))
             elif self.phase == IDLE:
                 self.phase = HEAD
-                self.deadline = self.clock() + limits.head_seconds
+                self.deadline = self.server.clock() + limits.head_seconds
             return
         end += 4
         self.phase = HEAD
@@ -246,7 +246,7 @@ class Inbound(asyncio.Protocol):
             return
         self.phase = BODY
         self._received = 0
-        self._since = self.clock()
+        self._since = self.server.clock()
         self.deadline = self._since + limits.body_seconds
         if expects and not rest and self.transport is not None:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -278,7 +278,7 @@ class Inbound(asyncio.Protocol):
                 return
             self._pieces.append(data)
             self._left = left - len(data)
-        now = self.clock()
+        now = self.server.clock()
         self._received += len(data)
         limits = self.server.limits
         late = now - self._since - limits.body_seconds
@@ -308,7 +308,7 @@ class Inbound(asyncio.Protocol):
             self.shut()
             return
         self.phase = IDLE
-        self.deadline = self.clock() + (
+        self.deadline = self.server.clock() + (
             self.server.limits.stalled_seconds if self.slow else self.server.limits.idle_seconds
         )
         if self.buffer:
@@ -342,7 +342,7 @@ class Inbound(asyncio.Protocol):
         self.buffer = b""
         self._pieces = []
         self._chunked = None
-        self.deadline = self.clock() + self.server.limits.linger_seconds
+        self.deadline = self.server.clock() + self.server.limits.linger_seconds
         self.server.refused(fault)
         self.transport.write(self.server.render(fault))
         if self.transport.can_write_eof():

@@ -295,7 +295,7 @@ class Pool:
         if self.closed or len(self._idle) >= self.limits.keep_idle:
             connection.close()
             return
-        connection.idle_since = self._clock()
+        connection.idle_since = monotonic()
         self._idle.append(connection)
 
     def lost(self, connection: Outbound) -> None:

@@ -101,11 +101,8 @@ async def messages(core: Core, call: Call) -> web.StreamResponse:
     if asked is None:
         raise ApiError(400, "max_tokens: Field required")
     wanted = Wanted(max_tokens=wanted_tokens(options, len(prompt), asked), stop=tuple(body.get("stop_sequences") or ()))
-    choice = body.get("tool_choice")
-    choice = choice if isinstance(choice, dict) else {"type": "auto"}
-    word: Any = {"any": "required", "none": "none", "tool": {"name": choice.get("name")}}.get(choice["type"], "auto")
     last = chat_messages(body)[-1]["role"]
-    reply = compose(prompt, with_choice(wanted, chat_tools(body), word, last), seed=options.seed)
+    reply = compose(prompt, with_choice(wanted, chat_tools(body), _choice(body), last), seed=options.seed)
     note_session(core, body)
     name = f"msg_{uuid4().hex}"
     job = begin(core, call, name, [prompt], [reply], namespace_of(options, body, adapter))
@@ -118,6 +115,15 @@ async def messages(core: Core, call: Call) -> web.StreamResponse:
         return await call.json({**answer, "usage": _usage(core, job)})
     finally:
         core.end(name, job)
+
+
+def _choice(body: JSON) -> Any:
+    """Anthropic's tool_choice in OpenAI's words."""
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else "auto"
+    if kind == "tool" and isinstance(choice, dict):
+        return {"name": choice.get("name")}
+    return {"any": "required", "none": "none"}.get(str(kind), "auto")
 
 
 def _message(name: str, model: str) -> JSON:

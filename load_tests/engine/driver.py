@@ -71,9 +71,12 @@ class Job:
         """Why sequence ``index`` ended: stop, length, tool_calls or abort."""
         return "abort" if self.works[index].state == "aborted" else self.replies[index].finish
 
-    @property
-    def aborted(self) -> bool:
-        return any(work.state == "aborted" for work in self.works)
+
+def _report(task: asyncio.Task[None]) -> None:
+    """A driver that dies would leave every client waiting in silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": "the simulated engine's driver died", "exception": error}
+        task.get_loop().call_exception_handler(context)
 
 
 class Driver:
@@ -90,6 +93,7 @@ class Driver:
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_report)
 
     async def stop(self) -> None:
         if self._task is not None:

@@ -18,6 +18,8 @@ from load_tests.engine.routes import ROUTES
 from load_tests.engine.wire import reset_transport
 
 DRAIN_SECONDS = 30.0
+# For handlers that still write, or that a fault holds, when nothing runs any more.
+CLOSE_SECONDS = 2.0
 
 
 class _Refusal(asyncio.Protocol):
@@ -49,7 +51,7 @@ class Engine:
         engine = cls(options)
         routes = [*ROUTES, *sim.routes(lambda seconds: engine._spawn(engine.restart(seconds)))]
         engine._runner = web.AppRunner(
-            build(engine.core, routes), handler_cancellation=True, access_log=None, shutdown_timeout=DRAIN_SECONDS
+            build(engine.core, routes), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
         )
         await engine._runner.setup()
         engine.core.driver.start()

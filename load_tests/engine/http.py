@@ -69,6 +69,8 @@ def _endpoint(core: Core, route: Route) -> Callable[[web.Request], Awaitable[web
         raw = await request.read()
         fault = core.faults.take(*BEFORE_ANSWER, *DURING_ANSWER) if route.infers else None
         body = _object(core, raw) if route.parses and request.method == "POST" else {}
+        if body and not request.path.startswith("/sim/"):
+            core.recorder.note_keys(body)
         call = Call(request, raw, body, fault)
         if fault is not None:
             await _before(call, fault)
@@ -116,13 +118,8 @@ def _authorized(core: Core, request: web.Request) -> bool:
 
 
 def _record(core: Core, request: web.Request, raw: bytes) -> None:
-    try:
-        value = msgspec.json.decode(raw) if raw[:1] == b"{" else None
-    except msgspec.DecodeError:
-        value = None
     headers = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in request.raw_headers]
-    keys = list(value) if isinstance(value, dict) else []
-    core.recorder.note(Received(request.method, request.path_qs, headers, len(raw), keys), raw)
+    core.recorder.note(Received(request.method, request.path_qs, headers, len(raw)), raw)
 
 
 def _unknown(core: Core, status: int, text: str) -> web.Response:

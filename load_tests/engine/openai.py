@@ -171,8 +171,6 @@ async def _answer(
         if streaming:
             return await _stream(core, call, job, chunks, counted)
         await job.wait()
-        if job.aborted and core.options.dialect == "sglang":
-            raise ApiError(500, "Aborted", kind="InternalServerError")
         return await _whole(core, call, job, chunks, counted)
     finally:
         core.end(name, job)

@@ -55,6 +55,7 @@ class RadixCache(KVCache):
         self._serial = count()
         self._roots: dict[str, Node] = {}
         self._leaves: list[tuple[int, int, Node]] = []
+        self._compact_at = 1024
         self._tree_pages = 0
         self._locked_pages = 0
         self._own_pages = 0
@@ -209,12 +210,24 @@ class RadixCache(KVCache):
         """Enter a leaf among those that may go. Entries are checked when taken, so a stale one does no harm."""
         if node.parent is not None and not node.children and node.locks == 0:
             heapq.heappush(self._leaves, (node.used, next(self._serial), node))
+            if len(self._leaves) > self._compact_at:
+                self._compact()
+
+    def _valid(self, used: int, leaf: Node) -> bool:
+        attached = leaf.parent is not None and leaf.parent.children.get(leaf.key[: self.block_size]) is leaf
+        return attached and not leaf.children and leaf.locks == 0 and leaf.used == used
+
+    def _compact(self) -> None:
+        """Drop stale entries once they outnumber the valid ones."""
+        fresh = {id(entry[2]): entry for entry in self._leaves if self._valid(entry[0], entry[2])}
+        self._leaves = list(fresh.values())
+        heapq.heapify(self._leaves)
+        self._compact_at = max(1024, 2 * len(self._leaves))
 
     def _evict(self, pages: int) -> None:
         while pages > 0:
             used, _, leaf = heapq.heappop(self._leaves)
-            attached = leaf.parent is not None and leaf.parent.children.get(leaf.key[: self.block_size]) is leaf
-            if not attached or leaf.children or leaf.locks or leaf.used != used:
+            if not self._valid(used, leaf):
                 continue
             parent = leaf.parent
             assert parent is not None

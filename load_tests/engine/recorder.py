@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 KEPT = 1000
@@ -18,7 +19,7 @@ class Received:
     path: str
     headers: list[tuple[str, str]]
     size: int
-    keys: list[str]
+    keys: list[str] = field(default_factory=list)
 
     def listing(self) -> dict[str, Any]:
         return {
@@ -40,6 +41,10 @@ class Recorder:
     def note(self, received: Received, body: bytes) -> None:
         self.ring.append(received)
         self.last_body = body
+
+    def note_keys(self, keys: Iterable[str]) -> None:
+        """The keys of the last request's JSON object, known once it is parsed."""
+        self.ring[-1].keys = list(keys)
 
     def last(self) -> dict[str, Any] | None:
         if not self.ring:

@@ -14,7 +14,7 @@ The four ranges do not meet, because a byte of ASCII never has its high bit set.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 SPECIALS = ("<|im_start|>", "<|im_end|>")
 IM_START, IM_END = 0x8000, 0x8001
@@ -88,9 +88,5 @@ def detokenize(tokens: Iterable[int]) -> str:
 
 
 def is_tokens(value: object) -> bool:
-    """Whether a JSON value is a non-empty list of token ids."""
-    return (
-        isinstance(value, Sequence)
-        and bool(value)
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )
+    """Whether a JSON value is a non-empty list of token ids, that is, of integers below 2**32."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < 1 << 32 for item in value)
