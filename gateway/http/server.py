@@ -22,6 +22,7 @@ import httptools
 
 from gateway.errors import (
     BadRequest,
+    Crowded,
     ExpectationFailed,
     Fault,
     HeadTooLarge,
@@ -392,7 +393,7 @@ class Server:
 
     def full(self) -> Fault:
         """What a connection over the limit is told."""
-        return Overcrowded("too many connections", retry_after=1)
+        return Crowded("too many connections", retry_after=1)
 
     def sweep(self, now: float) -> None:
         """End what is overdue; call it about once a second."""
@@ -406,13 +407,6 @@ class Server:
         for connection in list(self.connections):
             if connection.phase == IDLE:
                 connection.shut()
-
-
-class Overcrowded(Fault):
-    """Too many connections."""
-
-    status = 503
-    kind = "overloaded_error"
 
 
 def _origin(target: bytes) -> bytes:

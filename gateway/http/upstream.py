@@ -10,6 +10,7 @@ framing of the worker is gone.
 
 import asyncio
 import ssl
+from time import monotonic
 from typing import Protocol, cast
 
 import httptools
