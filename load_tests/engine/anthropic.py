@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from load_tests.engine.asks import integer, namespace_of, resolve_model, wanted_tokens
+from load_tests.engine.asks import integer, namespace_of, resolve_model, stops_of, wanted_tokens
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError
@@ -100,7 +100,7 @@ async def messages(core: Core, call: Call) -> web.StreamResponse:
     asked = integer(body, "max_tokens", 1)
     if asked is None:
         raise ApiError(400, "max_tokens: Field required")
-    wanted = Wanted(max_tokens=wanted_tokens(options, len(prompt), asked), stop=tuple(body.get("stop_sequences") or ()))
+    wanted = Wanted(wanted_tokens(options, len(prompt), asked), stop=stops_of(body, "stop_sequences"))
     last = chat_messages(body)[-1]["role"]
     reply = compose(prompt, with_choice(wanted, chat_tools(body), _choice(body), last), seed=options.seed)
     note_session(core, body)

@@ -88,18 +88,29 @@ def wanted_tokens(options: EngineOptions, prompt: int, asked: int | None) -> int
     return asked
 
 
+def stops_of(body: JSON, key: str) -> tuple[str, ...]:
+    """Stop strings: one, or a list."""
+    value = body.get(key)
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
+        raise ApiError(400, f"{key} must be a string or a list of strings", param=key)
+    return tuple(stops)
+
+
 def sampling(body: JSON, prompt: Sequence[int], options: EngineOptions, asked: int | None) -> Wanted:
     """What OpenAI's bodies say of the reply, tools apart; ``asked`` is the limit that the surface read."""
     temperature = body.get("temperature")
     if isinstance(temperature, int | float) and temperature < 0:
         raise ApiError(400, f"temperature must be non-negative, got {temperature}.", param="temperature")
-    stop = body.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(isinstance(item, str) for item in stops):
-        raise ApiError(400, "stop must be a string or a list of strings", param="stop")
+    stops = stops_of(body, "stop")
+    most, least = wanted_tokens(options, len(prompt), asked), integer(body, "min_tokens", 0) or 0
+    if least > most:
+        raise ApiError(400, f"min_tokens must be less than or equal to max_tokens={most}, got {least}.")
     return Wanted(
-        max_tokens=wanted_tokens(options, len(prompt), asked),
-        min_tokens=integer(body, "min_tokens", 0) or 0,
+        max_tokens=most,
+        min_tokens=least,
         ignore_eos=bool(body.get("ignore_eos")),
         stop=stops,
         seed=integer(body, "seed", -(2**63)),
@@ -111,7 +122,8 @@ def response_schema(response_format: Any) -> JSON | None:
     if not isinstance(response_format, dict):
         return None
     if response_format.get("type") == "json_schema":
-        schema = (response_format.get("json_schema") or {}).get("schema")
+        schema = response_format.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
         return schema if isinstance(schema, dict) else {"type": "object"}
     if response_format.get("type") == "json_object":
         return {"type": "object", "properties": {"answer": {"type": "string"}}}

@@ -40,9 +40,10 @@ def with_choice(wanted: Wanted, tools: Sequence[JSON], choice: Any, last_role: s
     """``wanted`` with its tools; ``choice`` is OpenAI's tool_choice: a word or {"function": {"name": ...}}."""
     if not tools:
         return wanted
-    named = ""
+    named: Any = ""
     if isinstance(choice, dict):
-        named = (choice.get("function") or {}).get("name") or choice.get("name") or ""
+        function = choice.get("function")
+        named = function.get("name") if isinstance(function, dict) else choice.get("name")
         if named not in [tool["function"]["name"] for tool in tools]:
             raise ApiError(400, "tool_choice names a tool that is not in tools", param="tool_choice")
     word = choice if isinstance(choice, str) else "auto"

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from load_tests.engine.asks import namespace_of, overflow, resolve_model
+from load_tests.engine.asks import integer, namespace_of, overflow, resolve_model
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError
@@ -23,6 +23,7 @@ from load_tests.engine.tokens import tokenize
 from load_tests.engine.wire import Call
 
 DIMENSIONS = 32
+MOST_DIMENSIONS = 4096
 BYTES_PER_AUDIO_TOKEN = 640
 
 
@@ -61,9 +62,10 @@ async def embeddings(core: Core, call: Call) -> web.StreamResponse:
     body = call.body
     model, adapter = resolve_model(core.options, body)
     prompts = prompts_of(body, "input")
+    size = integer(body, "dimensions", 1) or DIMENSIONS
+    if size > MOST_DIMENSIONS:
+        raise ApiError(400, f"dimensions must be at most {MOST_DIMENSIONS}, got {size}.", param="dimensions")
     job = await _compute(core, call, prompts, namespace_of(core.options, body, adapter))
-    dimensions = body.get("dimensions")
-    size = dimensions if isinstance(dimensions, int) and dimensions > 0 else DIMENSIONS
     packed = body.get("encoding_format") == "base64"
     data: list[dict[str, Any]] = []
     for index, prompt in enumerate(prompts):

@@ -185,6 +185,10 @@ def _calling(random: Random, wanted: Wanted, name: str) -> Reply:
     return Reply(tokens, parts, text[:position], "", "length" if cut else "tool_calls", None, calls)
 
 
+def _whole(value: Any, otherwise: int) -> int:
+    return int(value) if isinstance(value, int | float) else otherwise
+
+
 def _example(random: Random, schema: Any, depth: int = 0) -> Any:
     """A value that a JSON schema admits: enough of the language for tool parameters."""
     if not isinstance(schema, dict) or depth > 6:
@@ -200,13 +204,14 @@ def _example(random: Random, schema: Any, depth: int = 0) -> Any:
     if isinstance(kind, list):
         kind = kind[0] if kind else None
     if kind == "object" or (kind is None and "properties" in schema):
-        properties = schema.get("properties") or {}
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
         return {key: _example(random, value, depth + 1) for key, value in properties.items()}
     if kind == "array":
-        least = max(1, int(schema.get("minItems", 1)))
+        least = min(8, max(1, _whole(schema.get("minItems"), 1)))
         return [_example(random, schema.get("items", {}), depth + 1) for _ in range(least)]
     if kind in ("integer", "number"):
-        return int(schema.get("minimum", 0)) + random.randint(0, 9)
+        return _whole(schema.get("minimum"), 0) + random.randint(0, 9)
     if kind == "boolean":
         return random.random() < 0.5
     if kind == "null":

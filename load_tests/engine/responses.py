@@ -51,7 +51,10 @@ def item_messages(items: list[JSON]) -> list[JSON]:
 
 def chat_tools(body: JSON) -> list[JSON]:
     """Function tools in the chat form; tools of other types are left to nobody."""
-    tools = [tool for tool in body.get("tools") or [] if isinstance(tool, dict) and tool.get("type") == "function"]
+    listed = body.get("tools") or []
+    if not isinstance(listed, list):
+        raise ApiError(400, "tools must be a list", param="tools")
+    tools = [tool for tool in listed if isinstance(tool, dict) and tool.get("type") == "function"]
     if not all(isinstance(tool.get("name"), str) for tool in tools):
         raise ApiError(400, "every function tool needs a name", param="tools")
     return [
@@ -74,6 +77,8 @@ async def create(core: Core, call: Call) -> web.StreamResponse:
     history: list[JSON] = list(find(core, str(previous))["messages"]) if previous else []
     history += input_messages(body)
     tools = chat_tools(body)
+    if not history:
+        raise ApiError(400, "input must not be empty", param="input")
     instructions = body.get("instructions")
     head = [{"role": "system", "content": instructions}] if instructions else []
     try:

@@ -7,11 +7,11 @@ from typing import Any
 
 from aiohttp import web
 
-from load_tests.engine.asks import integer, namespace_of, wanted_tokens
+from load_tests.engine.asks import integer, namespace_of, stops_of, wanted_tokens
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError, stream_error
-from load_tests.engine.openai import begin, note_session, prompts_of, request_name
+from load_tests.engine.openai import begin, choices_of, note_session, prompts_of, request_name
 from load_tests.engine.replies import Reply, Wanted, compose
 from load_tests.engine.template import JSON
 from load_tests.engine.tokens import IM_END
@@ -23,13 +23,12 @@ DEFAULT_NEW_TOKENS = 128
 def wanted_of(core: Core, params: JSON, prompt: list[int]) -> Wanted:
     """SGLang's sampling_params."""
     asked = integer(params, "max_new_tokens", 0)
-    stop = params.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    most = wanted_tokens(core.options, len(prompt), DEFAULT_NEW_TOKENS if asked is None else asked)
     return Wanted(
-        max_tokens=wanted_tokens(core.options, len(prompt), DEFAULT_NEW_TOKENS if asked is None else asked),
-        min_tokens=integer(params, "min_new_tokens", 0) or 0,
+        max_tokens=most,
+        min_tokens=min(most, integer(params, "min_new_tokens", 0) or 0),
         ignore_eos=bool(params.get("ignore_eos")),
-        stop=stops,
+        stop=stops_of(params, "stop"),
     )
 
 
@@ -71,7 +70,7 @@ async def generate(core: Core, call: Call) -> web.StreamResponse:
     params = body.get("sampling_params") or {}
     if not isinstance(params, dict):
         raise ApiError(400, "sampling_params must be an object")
-    count = integer(params, "n", 1) or 1
+    count = choices_of(params)
     sequences = [prompt for prompt in prompts for _ in range(count)]
     replies = [
         compose(prompt, wanted_of(core, params, prompt), seed=core.options.seed, index=number % count)

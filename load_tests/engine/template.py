@@ -59,7 +59,9 @@ def message_text(message: JSON) -> str:
     if not isinstance(role, str):
         raise TemplateError("every message needs a role")
     body = content_text(message.get("content"))
-    calls = message.get("tool_calls") or ()
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise TemplateError("tool_calls must be a list")
     if calls:
         rendered = [_call_text(call) for call in calls]
         body = "\n".join([body, *rendered] if body else rendered)
@@ -68,8 +70,8 @@ def message_text(message: JSON) -> str:
     return f"<|im_start|>{role}\n{body}<|im_end|>\n"
 
 
-def _call_text(call: JSON) -> str:
-    function = call.get("function")
+def _call_text(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("a tool call needs a function with a name")
     arguments = function.get("arguments", "{}")
