@@ -1,0 +1,1 @@
+"""Workloads: what clients ask, made from a seed or read from a trace."""
