@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     add("--context-length", type=int, default=0, metavar="N", help="0: the smaller of 32768 and the KV")
     add("--api-key", default=None)
     add("--time-scale", type=float, default=1.0, metavar="X", help="0.1 is ten times faster, 0 does not wait")
+    add("--keep-alive", type=float, default=5.0, metavar="S", help="seconds for which an idle connection is kept")
     add("--no-usage-details", action="store_true", help="usage without cached tokens")
     add("--no-prefix-cache", action="store_true")
     add("--no-metrics", action="store_true")
@@ -66,6 +67,7 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         prefix_cache=not arguments.no_prefix_cache,
         metrics=not arguments.no_metrics,
         seed=arguments.seed,
+        keep_alive=arguments.keep_alive,
         rates=Rates(
             arguments.step_seconds, arguments.token_seconds, arguments.decode_seconds, arguments.attention_seconds
         ),

@@ -51,7 +51,11 @@ class Engine:
         engine = cls(options)
         routes = [*ROUTES, *sim.routes(lambda seconds: engine._spawn(engine.restart(seconds)))]
         engine._runner = web.AppRunner(
-            build(engine.core, routes), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
+            build(engine.core, routes),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=CLOSE_SECONDS,
+            keepalive_timeout=options.keep_alive,
         )
         await engine._runner.setup()
         engine.core.driver.start()
@@ -65,6 +69,11 @@ class Engine:
     @property
     def url(self) -> str:
         return f"http://{self.options.host}:{self.port}"
+
+    @property
+    def listening(self) -> bool:
+        """False while it refuses connections: a fault, a restart, or stopped."""
+        return self._server is not None
 
     @property
     def faults(self) -> Faults:

@@ -23,7 +23,8 @@ class EngineOptions:
 
     block_size 0 takes the dialect's own: 16 for vllm and openai, 1 for sglang and llamacpp. context_length 0 takes
     the smaller of 32768 and the KV. max_queued None is unbounded, as real engines are by default. time_scale
-    multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. usage_details False leaves cached
+    multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. keep_alive is how long an idle
+    connection is kept, in real seconds; 5 is what vLLM and SGLang give theirs. usage_details False leaves cached
     tokens out of usage, as engines do without --enable-prompt-tokens-details or --enable-cache-report.
     """
 
@@ -45,6 +46,7 @@ class EngineOptions:
     prefix_cache: bool = True
     metrics: bool = True
     seed: int = 0
+    keep_alive: float = 5.0
     rates: Rates = field(default_factory=Rates)
 
     def __post_init__(self) -> None:
@@ -60,8 +62,9 @@ class EngineOptions:
                 raise OptionError(f"{name} must be at least 1")
         if not 0 <= self.port <= 65535:
             raise OptionError("port must be between 0 and 65535")
-        if self.time_scale < 0:
-            raise OptionError("time_scale must not be negative")
+        for name in ("time_scale", "keep_alive"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name} must not be negative")
         if self.max_queued is not None and self.max_queued < 0:
             raise OptionError("max_queued must not be negative")
         room = self.num_blocks * self.block_size

@@ -155,7 +155,7 @@ async def test_refused_until_cleared(start: Start) -> None:
         with pytest.raises(aiohttp.ClientConnectorError):
             await chat(http, engine, [user("hi")])
         engine.faults.clear()
-        await until(lambda: engine._server is not None)
+        await until(lambda: engine.listening)
         await chat(http, engine, [user("hi")])
 
 
@@ -174,11 +174,11 @@ async def test_a_refusal_drops_idle_connections_and_ends_by_itself(start: Start,
     engine = await start()
     await chat(http, engine, [user("hi")])
     await post(http, engine, "/sim/faults", {"kind": "refuse", "count": None, "seconds": 0.2})
-    await until(lambda: engine._server is None)
+    await until(lambda: not engine.listening)
     async with aiohttp.ClientSession() as other:
         with pytest.raises(aiohttp.ClientConnectorError):
             await chat(other, engine, [user("hi")])
-    await until(lambda: engine._server is not None)
+    await until(lambda: engine.listening)
     await chat(http, engine, [user("hi")])
 
 
@@ -201,7 +201,7 @@ async def test_a_restart_loses_the_cache_and_keeps_the_port(start: Start, http: 
     with pytest.raises(aiohttp.ClientError):
         await running
     await until(lambda: engine.stats()["restarts"] == 1)
-    await until(lambda: engine._server is not None)
+    await until(lambda: engine.listening)
     assert engine.port == port
     assert engine.stats()["kv_blocks_cached"] == 0
     await chat(http, engine, [user("hi")], max_tokens=2)
@@ -241,3 +241,23 @@ async def test_bad_orders_are_refused_with_reasons(start: Start, http: aiohttp.C
     async with http.delete(engine.url + "/sim/faults") as answer:
         assert await answer.json() == []
     await chat(http, engine, [user("hi")])
+
+
+async def test_an_idle_connection_is_closed_after_its_time(start: Start) -> None:
+    engine = await start(keep_alive=0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", engine.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+    await asyncio.wait_for(reader.read(), 5.0)
+    writer.close()
+
+
+async def test_stop_does_not_wait_for_a_client_that_a_fault_holds(start: Start, http: aiohttp.ClientSession) -> None:
+    engine = await start()
+    engine.faults.add("stall_before")
+    held = asyncio.ensure_future(chat(http, engine, [user("hi")]))
+    await until(lambda: not engine.faults.listing())
+    await asyncio.wait_for(engine.stop(), 15.0)
+    with pytest.raises(aiohttp.ClientError):
+        await held
+    assert not engine.listening
