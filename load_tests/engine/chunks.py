@@ -56,6 +56,7 @@ class _Chunks:
 
     def __init__(self, dialect: str, name: str, created: int, model: str) -> None:
         self.dialect = dialect
+        self._unsent: dict[int, list[int]] = {}
         self._head = {"id": name, "object": self.chunk_kind, "created": created, "model": model}
         self._prefix = b"data: " + encode(self._head)[:-1]
 
@@ -82,15 +83,25 @@ class _Chunks:
 
 
 class ChatChunks(_Chunks):
+    """``prompt_ids`` is given when a vLLM request says return_token_ids: then each event carries the ids that it shows,
+    and those that show nothing travel with the next."""
+
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    prompt_ids: list[int] | None = None
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        answer = super().whole(choices, usage)
+        if self.prompt_ids is not None:
+            answer["prompt_token_ids"] = self.prompt_ids
+        return answer
 
     def start(self, index: int) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
         choice["finish_reason"] = None
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self.dialect == "vllm":
-            chunk |= {"prompt_token_ids": None, "prompt_text": None}
+            chunk |= {"prompt_token_ids": self.prompt_ids, "prompt_text": None}
         elif self.dialect == "sglang":
             choice["delta"] = {"reasoning_content": None, **choice["delta"]}
             choice["matched_stop"] = None
@@ -112,6 +123,8 @@ class ChatChunks(_Chunks):
                 call = call_object(reply, part.call)
                 call["function"] = {"name": part.text, "arguments": ""}
                 yield self._tool(index, {"index": part.call, **call})
+        if self.prompt_ids is not None:
+            self._unsent.setdefault(index, []).extend(reply.tokens[start:end])
         if text:
             yield self._content(index, text)
         if arguments:
@@ -122,14 +135,22 @@ class ChatChunks(_Chunks):
         chunk: dict[str, Any] = {**self._head, "choices": [choice], **extra}
         if self.dialect == "vllm":
             choice["delta"] = {"content": ""}
-            choice |= {"stop_reason": reply.stop_reason, "token_ids": None, "weight_versions": None}
+            choice |= {"stop_reason": reply.stop_reason, "token_ids": self._ids(index), "weight_versions": None}
             chunk |= {"system_fingerprint": VLLM_FINGERPRINT, "kv_transfer_params": None}
         elif self.dialect == "sglang":
             choice["delta"] = {"reasoning_content": None}
             choice["matched_stop"] = matched_of(reply, reason)
         return event(chunk)
 
+    def _ids(self, index: int) -> list[int] | None:
+        """The ids generated since the last event that carried any; None where nobody asked."""
+        return None if self.prompt_ids is None else self._unsent.pop(index, [])
+
     def _content(self, index: int, text: str) -> bytes:
+        if self.prompt_ids is not None:
+            choice: dict[str, Any] = {"index": index, "delta": {"content": text}, "logprobs": None}
+            choice |= {"finish_reason": None, "token_ids": self._ids(index)}
+            return event({**self._head, "choices": [choice], "kv_transfer_params": None})
         number = str(index).encode()
         if self.dialect == "sglang":
             before = b',"choices":[{"index":' + number + b',"delta":{"reasoning_content":null,"content":'

@@ -107,6 +107,8 @@ async def chat_completions(core: Core, call: Call) -> web.StreamResponse:
     note_session(core, body)
     name = request_name(core, call, "chatcmpl-")
     chunks = ChatChunks(options.dialect, name, int(time.time()), model)
+    if options.dialect == "vllm" and body.get("return_token_ids"):
+        chunks.prompt_ids = prompt
     return await _answer(core, call, name, [prompt] * count, replies, namespace_of(options, body, adapter), chunks, 1)
 
 
@@ -183,6 +185,9 @@ async def _whole(
     dialect = core.options.dialect
     pick = chat_choice if isinstance(chunks, ChatChunks) else completion_choice
     choices = [pick(dialect, index, reply, job.reason(index)) for index, reply in enumerate(job.replies)]
+    if isinstance(chunks, ChatChunks) and chunks.prompt_ids is not None:
+        for choice, work in zip(choices, job.works, strict=True):
+            choice["token_ids"] = work.tokens[len(work.prompt) :]
     answer = chunks.whole(choices, usage_of(core.options, job, counted))
     if dialect == "llamacpp":
         answer["timings"] = timings(job)

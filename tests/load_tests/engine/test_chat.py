@@ -199,3 +199,18 @@ async def test_small_kv_evicts_and_preempts_but_answers_all(start: Start, http: 
         assert stats["preemptions"] > 0
         assert stats["evicted_blocks"] > 0
         assert stats["kv_blocks_leaked"] == 0
+
+
+async def test_vllm_returns_token_ids_on_demand(start: Start, http: aiohttp.ClientSession) -> None:
+    engine = await start()
+    body = {"model": "sim", "messages": [user(LONG)], "return_token_ids": True}
+    whole = await post(http, engine, "/v1/chat/completions", body)
+    counted = await post(http, engine, "/tokenize", {"messages": [user(LONG)]})
+    assert whole["prompt_token_ids"] == counted["tokens"]
+    ids = whole["choices"][0]["token_ids"]
+    assert len(ids) == whole["usage"]["completion_tokens"]
+    found = await events(http, engine, "/v1/chat/completions", body)
+    assert found[0]["prompt_token_ids"] == counted["tokens"]
+    assert [token for chunk in found[1:-1] for token in chunk["choices"][0]["token_ids"]] == ids
+    plain = await post(http, engine, "/v1/chat/completions", {**body, "return_token_ids": False})
+    assert plain["prompt_token_ids"] is None
