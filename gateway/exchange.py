@@ -181,10 +181,16 @@ class Exchange:
                 self._failed(fault)
             return
         self.task = None
-        if self.phase == WAITING:
-            self._send(connection)
-        else:
+        if self.phase != WAITING:
             connection.close()
+            return
+        try:
+            self._send(connection)
+        except Fault as fault:
+            self._answer_fault(fault)
+        except Exception:
+            self.gateway.defect("sending a request")
+            self._answer_fault(Internal("the gateway failed; its log says why"))
 
     def _send(self, connection: Outbound) -> None:
         target = self.target
@@ -220,9 +226,11 @@ class Exchange:
         assert target is not None
         if status in RETRIED or (status in (401, 403) and target.worker.spec.api_key is not None):
             self.phase = REFUSED
+            if self.incoming.method == b"HEAD" and self.connection is not None:
+                self.connection.finish_bodyless()
             return
         kind, length = wire.content_of(fields)
-        self.sse = kind.startswith(b"text/event-stream")
+        self.sse = kind.startswith(b"text/event-stream") and status < 300 and status != 204
         if self.incoming.method == b"HEAD":
             self._begin_answer(length)
             self._flush_head()
@@ -290,7 +298,7 @@ class Exchange:
             if cut == 0 and len(data) <= self.gateway.limits_out.held:
                 self.held = data
                 return
-            if 0 < cut < len(data):
+            if 0 < cut < len(data) and len(data) - cut <= self.gateway.limits_out.held:
                 self.held = data[cut:]
                 data = data[:cut]
         self.tail.append(data)
@@ -346,22 +354,24 @@ class Exchange:
     def _complete(self) -> None:
         target = self.target
         assert target is not None
-        broke = self.sse and self._broke()
-        if broke:
+        broke = self._broke() if self.sse else None
+        if broke is not None and broke >= 500 and broke != 503:
             self.gateway.worker_fault(target, ServerError("error event in a stream"))
-        elif self.status < 400:
+        elif broke is None and self.status < 400:
             self.gateway.fleet.succeeded(target)
-        outcome = "stream_error" if broke else "ok" if self.status < 400 else "client_error"
+        outcome = "stream_error" if broke is not None else "ok" if self.status < 400 else "client_error"
         client = self.client
         self._end(outcome)
         client.done()
 
-    def _broke(self) -> bool:
-        """Whether the engine itself ended the stream with an error event."""
+    def _broke(self) -> int | None:
+        """The status in the error event with which the engine itself ended the stream; ``None``: it did not."""
         for piece in self.tail:
             if b'"error"' in piece and (event := first_event(piece)) is not None:
-                return self.dialect.failure(event) is not None
-        return False
+                failure = self.dialect.failure(event)
+                if failure is not None:
+                    return failure[0]
+        return None
 
     def response_failed(self, fault: WorkerFault) -> None:
         """The worker's answer will not be completed."""
@@ -442,6 +452,9 @@ class Exchange:
         self.held = b""
         if self.sse and not self.head:
             event = self.dialect.error_event(fault)
+            if self.tail and boundary(self.tail[-1]) != len(self.tail[-1]):
+                # An event too large to be held was cut: ours must not become its last line.
+                event = b"\n\n" + event
             client.send(event if incoming.old else b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
             incoming.close = True
             self._end("stream_error")
@@ -457,6 +470,10 @@ class Exchange:
     def _answer_fault(self, fault: Fault) -> None:
         client = self.client
         self._drop_connection()
+        if self.phase < RELAYING and self.charge is not None and self.target is not None:
+            self.gateway.fleet.release(self.charge)
+            self.charge = None
+            self.gateway.routing.undo(self.ask, self.target)
         client.send(self.gateway.fault_response(self.dialect, fault, self.incoming, self.request_id))
         self._end(
             "refused" if fault.status < 500 else "no_worker" if isinstance(fault, GatewayFault) else "worker_error"

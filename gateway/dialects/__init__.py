@@ -41,12 +41,16 @@ class Prompt:
 
         ``text`` up to a mark does not depend on what follows it, as long as no thinking is dropped before it.
         """
-        wanted = self._ends[-MARKS - 1 :]
-        offset, start, found = 0, 0, []
-        for end in wanted:
-            offset += sum([len(memoryview(part)) for part in self._parts[start:end]])
-            start = end
+        ends = self._ends
+        if not ends:
+            return []
+        offset, end = len(self.text), ends[-1]
+        found = [offset]
+        for start in ends[-2 : -MARKS - 2 : -1]:
+            offset -= sum([len(memoryview(part)) for part in self._parts[start:end]])
+            end = start
             found.append(offset)
+        found.reverse()
         return found
 
 
@@ -72,7 +76,6 @@ class Reading:
         "model",
         "namespace",
         "opaque",
-        "output",
         "previous",
         "session",
         "stream",
@@ -85,8 +88,6 @@ class Reading:
         self.stream = False
         self.guarded: tuple[str, ...] = ()
         """Fields found that only the gateway may set."""
-        self.output: int | None = None
-        """Most tokens that the client wants generated."""
         self.namespace: bytes = b""
         """Adapter, salt: what separates caches of one model."""
         self.session: Callable[[], tuple[str, str] | None] = _nothing

@@ -9,7 +9,6 @@ from gateway.dialects import Prompt, Reading, Route, Usage
 from gateway.dialects.fields import (
     Common,
     Field,
-    count_of,
     digest,
     encode,
     guarded_in,
@@ -74,7 +73,7 @@ class Anthropic:
         try:
             request = _messages.decode(body)
         except msgspec.ValidationError as problem:
-            reading.model, reading.stream = read_loose(body, problem)
+            read_loose(reading, body, problem)
             if route.generates:
                 reading.make_prompt = lambda keeps: Prompt([body], [])
             return reading
@@ -85,7 +84,6 @@ class Anthropic:
         reading.guarded = guarded_in(request, body)
         reading.session = lambda: session_of(request)
         if route.generates:
-            reading.output = count_of(request.max_tokens)
             reading.make_prompt = lambda keeps: messages_prompt(request, keeps)
         return reading
 

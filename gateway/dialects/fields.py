@@ -2,12 +2,14 @@
 
 import json
 import re
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from xxhash import xxh3_128_digest
 
+from gateway.dialects import Reading
 from gateway.errors import BadRequest
 
 Field = Raw | UnsetType
@@ -27,30 +29,16 @@ GUARDED = (
 )
 """Engines trust these blindly; only the gateway may set them."""
 
+_guarded_values = attrgetter(*GUARDED)
+_NONE_GUARDED = (UNSET,) * len(GUARDED)
+
 GUARDED_HEADERS = frozenset((b"x-data-parallel-rank",))
 """Their like in header form; so is everything that begins with ``x-override-``."""
 
 
-class Common(msgspec.Struct):
-    """Top-level fields that routing reads in every JSON dialect. What is rarely used stays raw."""
+class Guarded(msgspec.Struct):
+    """`GUARDED` as fields, so that any spelling of their names is found."""
 
-    model: str | None = None
-    stream: bool | None = None
-    max_tokens: Field = UNSET
-    max_completion_tokens: Field = UNSET
-    max_output_tokens: Field = UNSET
-    prompt_cache_key: Field = UNSET
-    session_id: Field = UNSET
-    session_params: Field = UNSET
-    litellm_session_id: Field = UNSET
-    metadata: Field = UNSET
-    rid: Field = UNSET
-    user: Field = UNSET
-    previous_response_id: Field = UNSET
-    conversation: Field = UNSET
-    cache_salt: Field = UNSET
-    extra_key: Field = UNSET
-    lora_path: Field = UNSET
     kv_transfer_params: Field = UNSET
     ec_transfer_params: Field = UNSET
     disaggregated_params: Field = UNSET
@@ -64,7 +52,26 @@ class Common(msgspec.Struct):
     disagg_prefill_dp_rank: Field = UNSET
 
 
-class Loose(msgspec.Struct):
+class Common(Guarded):
+    """Top-level fields that routing reads in every JSON dialect. What is rarely used stays raw."""
+
+    model: str | None = None
+    stream: bool | None = None
+    prompt_cache_key: Field = UNSET
+    session_id: Field = UNSET
+    session_params: Field = UNSET
+    litellm_session_id: Field = UNSET
+    metadata: Field = UNSET
+    rid: Field = UNSET
+    user: Field = UNSET
+    previous_response_id: Field = UNSET
+    conversation: Field = UNSET
+    cache_salt: Field = UNSET
+    extra_key: Field = UNSET
+    lora_path: Field = UNSET
+
+
+class Loose(Guarded):
     """Last resort for a body whose types no dialect expects: it is still relayed, and routed by what can be read."""
 
     model: Field = UNSET
@@ -92,25 +99,18 @@ def text_of(field: Field) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def count_of(*fields: Field) -> int | None:
-    """The first of ``fields`` that is a positive integer."""
-    for field in fields:
-        value = value_of(field)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
-
-
-def read_loose(body: bytes, problem: msgspec.ValidationError) -> tuple[str | None, bool]:
-    """(model, stream) of a body of unexpected types. Raises `BadRequest` when it is not an object of that kind."""
+def read_loose(reading: Reading, body: bytes, problem: msgspec.ValidationError) -> None:
+    """Read what can be read of a body of unexpected types. Raises `BadRequest` when it is not an object of that kind."""
     try:
         loose = _loose.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadRequest(f"the body is not what this path takes: {problem}") from None
     model = value_of(loose.model)
     if model is not None and not isinstance(model, str):
         raise BadRequest("model must be a string", param="model")
-    return model, value_of(loose.stream) in (True, 1, "true")
+    reading.model = model
+    reading.stream = value_of(loose.stream) in (True, 1, "true")
+    reading.guarded = guarded_in(loose, body)
 
 
 def not_json(error: Exception) -> BadRequest:
@@ -118,11 +118,11 @@ def not_json(error: Exception) -> BadRequest:
     return BadRequest(f"the body is not valid JSON: {error}")
 
 
-def guarded_in(common: Common, body: bytes) -> tuple[str, ...]:
+def guarded_in(common: Guarded, body: bytes) -> tuple[str, ...]:
     """Names of guarded fields in ``body``. Raises `BadRequest` if one appears twice or in an escaped spelling."""
-    present = [name for name in GUARDED if getattr(common, name) is not UNSET]
-    if not present:
+    if _guarded_values(common) == _NONE_GUARDED:
         return ()
+    present = [name for name in GUARDED if getattr(common, name) is not UNSET]
     top: list[tuple[str, Any]] = []
 
     def outermost(pairs: list[tuple[str, Any]]) -> None:
@@ -168,6 +168,8 @@ def digest(raw: Raw | bytes) -> bytes:
 
 def session_of(common: Common) -> tuple[str, str] | None:
     """(source, value) of the session that a body names, in the field's agreed order; ``None`` if it names none."""
+    if _session_values(common) == _NO_SESSION:
+        return None
     for source in ("prompt_cache_key", "session_id", "litellm_session_id"):
         value = text_of(getattr(common, source))
         if value is not None:
@@ -190,6 +192,9 @@ def session_of(common: Common) -> tuple[str, str] | None:
     return None
 
 
+_NAMES = ("prompt_cache_key", "session_id", "litellm_session_id", "session_params", "metadata", "rid")
+_session_values = attrgetter(*_NAMES)
+_NO_SESSION = (UNSET,) * len(_NAMES)
 _ATTEMPT = re.compile(r"_[tr]\d+\Z")
 _OLD_CLAUDE = re.compile(r"user_[0-9a-fA-F]+_account_[0-9a-fA-F-]*_session_([0-9a-fA-F-]{8,})\Z")
 

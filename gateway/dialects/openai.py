@@ -1,5 +1,6 @@
 """OpenAI's API as vLLM, SGLang, TensorRT-LLM and llama.cpp speak it."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -9,7 +10,6 @@ from gateway.dialects import Prompt, Reading, Route, Usage
 from gateway.dialects.fields import (
     Common,
     Field,
-    count_of,
     digest,
     encode,
     guarded_in,
@@ -113,7 +113,7 @@ class OpenAI:
         try:
             common = decoder.decode(body)
         except msgspec.ValidationError as problem:
-            reading.model, reading.stream = read_loose(body, problem)
+            read_loose(reading, body, problem)
             if route.generates:
                 reading.make_prompt = lambda keeps: Prompt([body], [])
             return reading
@@ -125,7 +125,6 @@ class OpenAI:
         reading.session = lambda: session_of(common)
         if not route.generates:
             return reading
-        reading.output = count_of(common.max_completion_tokens, common.max_output_tokens, common.max_tokens)
         reading.namespace = namespace_of(common)
         if isinstance(common, Chat):
             reading.make_prompt = lambda keeps: chat_prompt(common, keeps)
@@ -200,23 +199,17 @@ class _Counts(msgspec.Struct):
 _counts = msgspec.json.Decoder(_Counts)
 
 
-def object_at(data: bytes, key: bytes) -> bytes | None:
-    """The JSON object that is the value of the last ``key`` in ``data``, by its braces; ``None`` if cut off.
+_OBJECT = re.compile(rb"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})")
+"""The value after a key: an object with at most one level of objects in it, as all usage objects are."""
 
-    Usage objects hold no strings with braces, so counting braces is enough.
-    """
+
+def object_at(data: bytes, key: bytes) -> bytes | None:
+    """The JSON object that is the value of the last ``key`` in ``data`` that has one; ``None`` if there is none."""
     at = data.rfind(key)
     while at >= 0:
-        start = at + len(key)
-        while start < len(data) and data[start] in b" \t\r\n:":
-            start += 1
-        if data[start : start + 1] == b"{":
-            depth = 0
-            for place in range(start, min(len(data), start + 4096)):
-                depth += (data[place] == 0x7B) - (data[place] == 0x7D)
-                if not depth:
-                    return data[start : place + 1]
-            return None
+        found = _OBJECT.match(data, at + len(key))
+        if found is not None:
+            return found[1]
         at = data.rfind(key, 0, at)
     return None
 

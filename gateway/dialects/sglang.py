@@ -4,7 +4,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects import Prompt, Reading, Route, Usage
-from gateway.dialects.fields import Common, Field, count_of, guarded_in, not_json, read_loose, session_of, value_of
+from gateway.dialects.fields import Common, Field, guarded_in, not_json, read_loose, session_of, value_of
 from gateway.dialects.openai import error_in, namespace_of, text_or_tokens
 from gateway.errors import Fault
 from gateway.http.sse import payload
@@ -15,7 +15,6 @@ class Generate(Common):
 
     text: Field = UNSET
     input_ids: Field = UNSET
-    sampling_params: Field = UNSET
     image_data: Field = UNSET
 
 
@@ -34,7 +33,7 @@ class SGLang:
         try:
             request = _generate.decode(body)
         except msgspec.ValidationError as problem:
-            reading.model, reading.stream = read_loose(body, problem)
+            read_loose(reading, body, problem)
             reading.make_prompt = lambda keeps: Prompt([body], [])
             return reading
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -44,10 +43,6 @@ class SGLang:
         reading.guarded = guarded_in(request, body)
         reading.namespace = namespace_of(request)
         reading.session = lambda: session_of(request)
-        parameters = value_of(request.sampling_params)
-        if isinstance(parameters, dict):
-            wanted = parameters.get("max_new_tokens")
-            reading.output = wanted if isinstance(wanted, int) and wanted > 0 else count_of(request.max_tokens)
         reading.make_prompt = lambda keeps: _prompt(request)
         return reading
 

@@ -11,7 +11,11 @@ from gateway.errors import BadRequest, HeadTooLarge, TooLarge
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _LINE = 4096
-"""Longest size line, extensions included."""
+"""Longest size line, extensions included; also the longest line of a trailer."""
+_TRAILERS = 64 * 1024
+"""Bytes of all trailers together."""
+_PIECES = 512
+"""Pieces after which they are joined: a body of tiny chunks must not cost many times its size."""
 _FIELD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
 
 _READ_SIZE, _READ_DATA, _READ_CRLF, _READ_TRAILER, DONE = range(5)
@@ -20,7 +24,7 @@ _READ_SIZE, _READ_DATA, _READ_CRLF, _READ_TRAILER, DONE = range(5)
 class Chunked:
     """Feed it bytes; ``body`` grows; ``phase`` is `DONE` at the end and `rest` is what followed."""
 
-    __slots__ = ("_buffer", "_left", "_limit", "_pieces", "_size", "phase")
+    __slots__ = ("_buffer", "_left", "_limit", "_pieces", "_size", "_trailed", "_whole", "phase")
 
     def __init__(self, limit: int) -> None:
         self.phase = _READ_SIZE
@@ -28,12 +32,16 @@ class Chunked:
         self._buffer = b""
         self._left = 0
         self._size = 0
+        self._trailed = 0
+        self._whole = bytearray()
         self._pieces: list[bytes] = []
 
     @property
     def body(self) -> bytes:
         """What was decoded so far."""
-        return b"".join(self._pieces)
+        if not self._whole:
+            return b"".join(self._pieces)
+        return b"".join((self._whole, *self._pieces))
 
     @property
     def rest(self) -> bytes:
@@ -61,6 +69,9 @@ class Chunked:
             if not piece:
                 return -1
             self._pieces.append(piece)
+            if len(self._pieces) >= _PIECES:
+                self._whole += b"".join(self._pieces)
+                self._pieces.clear()
             self._left -= len(piece)
             if not self._left:
                 self.phase = _READ_CRLF
@@ -102,6 +113,9 @@ class Chunked:
         if end == at:
             self.phase = DONE
             return end + 2
+        self._trailed += end + 2 - at
+        if self._trailed > _TRAILERS:
+            raise HeadTooLarge("the trailers are too long")
         if end - at > _LINE or not _FIELD.fullmatch(data, at, end):
             raise BadRequest("malformed trailer")
         return end + 2

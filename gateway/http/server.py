@@ -13,6 +13,7 @@ the client leaves and when it reads too slowly; it writes through `send`.
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 from math import inf
 from time import monotonic
@@ -36,6 +37,9 @@ from gateway.http.limits import Inward
 
 IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)
 
+_AUTHORITY = re.compile(rb"[A-Za-z]+://[^/?]*")
+_EMPTY_LINES = re.compile(rb"(?:\r\n)*")
+_REQUEST_LINE = re.compile(rb"[!-~]+ [!-~\x80-\xff]+ [!-~]+\r\n")
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"connection", b"expect", b"upgrade"))
 
 
@@ -166,8 +170,8 @@ class Inbound(asyncio.Protocol):
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def _head(self, data: bytes) -> None:
-        while data.startswith(b"\r\n"):
-            data = data[2:]
+        if data.startswith(b"\r\n"):
+            data = data[_EMPTY_LINES.match(data).end() :]  # type: ignore[union-attr]
         end = data.find(b"\r\n\r\n")
         limits = self.server.limits
         if end < 0:
@@ -203,6 +207,9 @@ class Inbound(asyncio.Protocol):
             raise HeadTooLarge(f"more than {limits.fields} fields")
         if b"\0" in head or b"\r\n " in head or b"\r\n\t" in head:
             raise BadRequest("a NUL or a folded line in the head")
+        if _REQUEST_LINE.match(head) is None:
+            # llhttp takes more than one space, and a version that is not there.
+            raise BadRequest("malformed request line")
         self._fields = []
         self._target = b""
         parser = httptools.HttpRequestParser(self)
@@ -225,7 +232,7 @@ class Inbound(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Callback of llhttp."""
-        self._fields.append((name.lower(), name, value))
+        self._fields.append((name.lower(), name, value.strip(b" \t")))
 
     def _begin_body(self, incoming: Incoming, rest: bytes) -> None:
         length, chunked, expects = _framing(incoming)
@@ -313,14 +320,14 @@ class Inbound(asyncio.Protocol):
             self.server.limits.stalled_seconds if self.slow else self.server.limits.idle_seconds
         )
         if self.buffer:
-            data, self.buffer = self.buffer, b""
             self.transport.resume_reading()
-            # Not from here: a client that pipelines a thousand requests must not recurse a thousand deep.
-            self.loop.call_soon(self._resume, data)
+            # Not from here: a client that pipelines a thousand requests must not recurse a thousand deep. What is read
+            # before the call comes joins the buffer, so that requests stay in order.
+            self.loop.call_soon(self._resume)
 
-    def _resume(self, data: bytes) -> None:
-        if self.phase in (IDLE, HEAD):
-            self._head(data + self.buffer)
+    def _resume(self) -> None:
+        if self.phase == IDLE and self.buffer:
+            self._head(self.buffer)
 
     def shut(self) -> None:
         """Close when what was written has been sent."""
@@ -415,8 +422,9 @@ def _origin(target: bytes) -> bytes:
         return target
     low = target[:8].lower()
     if low.startswith((b"http://", b"https://")):
-        authority_end = target.find(b"/", target.index(b"://") + 3)
-        return target[authority_end:] if authority_end >= 0 else b"/"
+        authority = _AUTHORITY.match(target)
+        rest = target[authority.end() :] if authority is not None else b""
+        return rest if rest.startswith(b"/") else b"/" + rest
     if target == b"*":
         return target
     raise BadRequest("malformed request target")

@@ -45,6 +45,7 @@ class Outbound(asyncio.Protocol):
         "_complete",
         "_fields",
         "_headed",
+        "_keep",
         "_parser",
         "_pieces",
         "_sized",
@@ -53,6 +54,7 @@ class Outbound(asyncio.Protocol):
         "answered",
         "fresh",
         "idle_since",
+        "made",
         "pool",
         "receiver",
         "transport",
@@ -67,11 +69,14 @@ class Outbound(asyncio.Protocol):
         self.answered = False
         """Whether a byte of the present answer has come."""
         self.idle_since = 0.0
+        self.made = False
+        """Whether there ever was a connection."""
         self._parser: httptools.HttpResponseParser | None = None
         self._fields: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
         self._status = 0
         self._headed = False
+        self._keep = False
         self._started = False
         self._complete = False
         self._sized = False
@@ -80,6 +85,7 @@ class Outbound(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.made = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -151,6 +157,8 @@ class Outbound(asyncio.Protocol):
             if low in (b"content-length", b"transfer-encoding"):
                 sized = True
         self._sized = sized
+        # Asked here and not at the end: llhttp forgets it with the message.
+        self._keep = self._parser.should_keep_alive()
         self._headed = True
 
     def on_body(self, data: bytes) -> None:
@@ -174,10 +182,11 @@ class Outbound(asyncio.Protocol):
         self._pieces = []
         self._status = 0
         self._parser = httptools.HttpResponseParser(self)
-        if body:
-            self.transport.writelines((head, body))
+        # One buffer is cheaper than two until copying it costs more than a second write.
+        if len(body) <= 32768:
+            self.transport.write(head + body)
         else:
-            self.transport.write(head)
+            self.transport.writelines((head, body))
 
     def finish_bodyless(self) -> None:
         """The answer to HEAD has its fields: that is all of it. The connection is not used again."""
@@ -210,8 +219,8 @@ class Outbound(asyncio.Protocol):
     def _release(self, receiver: Receiver) -> None:
         self.receiver = None
         self.fresh = False
-        parser, self._parser = self._parser, None
-        if parser is not None and self._sized and parser.should_keep_alive() and self.reusable:
+        self._parser = None
+        if self._keep and self._sized and self.reusable:
             self.pool.put(self)
         else:
             self.close()
@@ -266,29 +275,37 @@ class Pool:
         if self.open >= self.limits.connections or self.closed:
             raise NoConnection("all connections to the worker are in use", retry_after=1)
         self.open += 1
+        connection = Outbound(self)
         try:
             async with asyncio.timeout(self.limits.connect_seconds):
-                _, connection = await self._loop.create_connection(
-                    lambda: Outbound(self),
+                await self._loop.create_connection(
+                    lambda: connection,
                     self.host,
                     self.port,
                     ssl=self.tls,
                     server_hostname=self.host if self.tls is not None else None,
                 )
         except TimeoutError:
-            self.open -= 1
+            self._unmade(connection)
             raise Stalled("the worker did not accept a connection in time") from None
         except (OSError, ssl.SSLError) as error:
-            self.open -= 1
+            self._unmade(connection)
             what = (
                 "TLS with the worker failed" if isinstance(error, ssl.SSLError) else "the worker refused the connection"
             )
             raise Refused(what) from None
         except BaseException:
-            self.open -= 1
+            self._unmade(connection)
             raise
         self._busy.add(connection)
         return connection
+
+    def _unmade(self, connection: Outbound) -> None:
+        """Making it failed or was given up; one that was made all the same is counted when it is lost."""
+        if connection.made:
+            connection.close()
+        else:
+            self.open -= 1
 
     def put(self, connection: Outbound) -> None:
         """Take back a connection whose answer is complete."""

@@ -79,7 +79,7 @@ def request_head(
     for low, name, value in incoming.fields:
         if low in _REQUEST_STOPS:
             if low == b"connection" and value.lower() not in (b"close", b"keep-alive"):
-                named = {option.strip().lower() for option in value.split(b",")}
+                named |= {option.strip().lower() for option in value.split(b",")}
             continue
         if low in _CREDENTIALS and strips:
             continue
