@@ -40,6 +40,10 @@ class Answer:
     ttft: float | None = None
     """Seconds to the first event; ``None`` if none came."""
     error: str | None = None
+    prompt_tokens: int | None = None
+    """As the engine reports it, like the two below; ``None`` where it does not."""
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -104,6 +108,8 @@ class Client:
                 finished = True
                 continue
             event = _event.decode(data)
+            if event.usage is not None:
+                _read_usage(event.usage, answer)
             if event.error is not None:
                 answer.error = str(event.error.get("message"))
             for choice in event.choices:
@@ -154,6 +160,12 @@ class Client:
             if calls:
                 reply["tool_calls"] = calls
             messages.append(reply)
+
+
+def _read_usage(usage: dict[str, Any], answer: Answer) -> None:
+    answer.prompt_tokens = usage.get("prompt_tokens")
+    answer.completion_tokens = usage.get("completion_tokens")
+    answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 def _merge(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:

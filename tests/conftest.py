@@ -1,0 +1,26 @@
+"""Parts of the machine that some tests need and not every machine has."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+REQUIRED = frozenset(name.strip() for name in os.environ.get("WARMROUTE_REQUIRE", "").split(",") if name.strip())
+"""Parts whose absence is a failure here: comma separated in the environment's WARMROUTE_REQUIRE."""
+
+Require = Callable[[str, bool, str], None]
+
+
+@pytest.fixture(scope="session")
+def require() -> Require:
+    """``require(name, found, cure)``: go on if ``found``; otherwise the test is reported as not run, or fails if
+    WARMROUTE_REQUIRE names the part. ``cure`` tells how to get it."""
+
+    def decide(name: str, found: bool, cure: str) -> None:
+        if found:
+            return
+        if name in REQUIRED:
+            pytest.fail(f"{name} is required here and missing: {cure}")
+        pytest.skip(f"not run, {name} is missing: {cure}")
+
+    return decide
