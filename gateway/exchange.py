@@ -413,7 +413,8 @@ class Exchange:
         if self.phase == RELAYING:
             self._break(fault)
             return
-        refused = self.phase == REFUSED
+        # An error answer that broke off is none to pass on.
+        refused = self.phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
         if self.charge is not None:
             gateway.fleet.release(self.charge)
             self.charge = None

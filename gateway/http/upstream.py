@@ -136,11 +136,13 @@ class Outbound(asyncio.Protocol):
         if self._complete:
             # More than one answer to one request: finish ours, do not keep the connection.
             self._sized = False
-        self._fields = []
+        else:
+            self._fields = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Callback of llhttp."""
-        self._fields.append((name, value))
+        """Callback of llhttp; also called for trailers, which stop here."""
+        if not self._started:
+            self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Callback of llhttp."""

@@ -87,7 +87,7 @@ class Raw:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         plain.setblocking(False)
         await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", port))
-        return cls(*await asyncio.open_connection(sock=plain, limit=receive_buffer))
+        return cls(*await asyncio.open_connection(sock=plain))
 
     async def __aenter__(self) -> Raw:
         return self

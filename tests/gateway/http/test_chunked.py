@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -24,7 +25,7 @@ def decode(data: bytes, cuts: list[int]) -> tuple[bytes, bytes]:
     decoder = Chunked(LIMIT)
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     rest = b""
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         if decoder.phase == DONE:
             rest += data[start:end]
         elif decoder.feed(data[start:end]):

@@ -312,7 +312,7 @@ async def test_odd_forms_that_have_one_meaning_are_served(fleet: tuple[Running, 
 
 @module_loop
 async def test_the_connection_limit_and_the_corpus_leave_nothing_behind(fleet: tuple[Running, Scripted]) -> None:
-    running, worker = fleet
+    running, _ = fleet
     for _ in range(600):
         if not running.gateway.server.connections:
             break
