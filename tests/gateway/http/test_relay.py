@@ -252,7 +252,8 @@ async def test_an_error_as_the_first_event_goes_to_another_worker(
 
 
 @pytest.mark.parametrize(
-    ("path", "event", "status"), [(CHAT, FULL, 503), (CHAT, FULL.replace(b"503", b"500"), 502), (MESSAGES, ANTHROPIC_FULL, 503)]
+    ("path", "event", "status"),
+    [(CHAT, FULL, 503), (CHAT, FULL.replace(b"503", b"500"), 502), (MESSAGES, ANTHROPIC_FULL, 503)],
 )
 async def test_when_all_are_full_the_client_gets_a_status(
     gateway: Begin, scripted: StartScripted, path: str, event: bytes, status: int
