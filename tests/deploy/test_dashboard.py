@@ -1,0 +1,148 @@
+"""Every query of the shipped dashboard, run by a real Prometheus that scraped a real gateway under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from contextlib import AsyncExitStack
+from math import isfinite
+from pathlib import Path
+from time import time
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from load_tests.client import Client, Results
+from load_tests.demo import MODEL, Fleet, start_fleet
+from load_tests.workloads.agents import agent_sessions
+from tests.conftest import Require
+from tests.deploy.prometheus import BINARY, Prometheus, scraping
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/warmroute.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+CURE = "apt-get install prometheus"
+UNITS = {"s", "short", "reqps", "bytes", "percentunit"}
+
+
+def filled(query: str, interval: str = "5s") -> str:
+    """A query as Grafana sends it with every variable at All."""
+    for name, value in (("$__rate_interval", interval), ("$model", ".*"), ("$target", ".*")):
+        query = query.replace(name, value)
+    assert "$" not in query
+    return query
+
+
+def queries() -> list[tuple[str, str]]:
+    return [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+
+
+async def trouble(fleet: Fleet) -> None:
+    """Whatever the panels for trouble count: a reset, a full engine, an opened breaker, a client that leaves, a refusal."""
+    first, second, third, _ = fleet.engines
+    first.faults.add("reset", count=2)
+    second.faults.add("queue_full", count=1)
+    third.faults.add("error500", count=5)
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "stream": True}
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as http:
+        for number in range(60):
+            messages = [{"role": "user", "content": f"{number} hello"}]
+            await http.post("/v1/chat/completions", json={**body, "max_tokens": 2, "messages": messages})
+        async with http.stream("POST", "/v1/chat/completions", json={**body, "messages": messages}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    break
+        assert (await http.get("/v1/nothing")).status_code == 404
+
+
+async def settled(prometheus: Prometheus, fleet: Fleet) -> None:
+    """Until the newest scrape has everything: the sum of cached tokens equals what the engines count themselves."""
+    async with asyncio.timeout(20):
+        while True:
+            cached = sum(engine.stats()["cached_tokens"] for engine in fleet.engines)
+            if await prometheus.value("sum(warmroute_cached_tokens_total)") == cached:
+                return
+            await asyncio.sleep(0.2)
+
+
+async def agrees(prometheus: Prometheus, fleet: Fleet) -> None:
+    """Counters to the token, the dashboard's hit rate to what extrapolation at the edges of an interval costs."""
+    stats = [engine.stats() for engine in fleet.engines]
+    cached, prompt = (sum(each[name] for each in stats) for name in ("cached_tokens", "prompt_tokens"))
+    assert await prometheus.value("sum(warmroute_prompt_tokens_total)") == prompt
+    assert await prometheus.value("sum(warmroute_cache_reported_prompt_tokens_total)") == prompt
+    for engine, each in zip(fleet.engines, stats, strict=True):
+        of_target = f'sum(warmroute_cached_tokens_total{{target="127.0.0.1:{engine.port}"}})'
+        assert await prometheus.value(of_target) == each["cached_tokens"]
+    panel = next(query for title, query in queries() if title == "Hit rate, reported and predicted")
+    shown = await prometheus.value(filled(panel, "5m"))
+    assert shown == pytest.approx(cached / prompt, abs=0.03)
+
+
+async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require, tmp_path: Path) -> None:
+    require("prometheus", BINARY is not None, CURE)
+    sessions = agent_sessions(sessions=16, turns=5, seed=3, think=0.4, spread=1.5)
+    async with AsyncExitStack() as stack:
+        fleet = await start_fleet(stack, "cache_aware")
+        prometheus = await stack.enter_async_context(scraping(fleet.running.admin.port, tmp_path))
+        began = time()
+        async with Client(fleet.url, MODEL) as client:
+            results = await client.run(sessions, Results())
+        assert results.errors == []
+        await settled(prometheus, fleet)
+        await agrees(prometheus, fleet)
+        missing = queries()
+        for _ in range(8):
+            # A counter must have been scraped once before its rate can be told: trouble comes until all was seen.
+            await trouble(fleet)
+            await asyncio.sleep(1.2)
+            missing = [each for each in missing if not await has_data(prometheus, each[1], began)]
+            if not missing:
+                break
+        assert missing == []
+        assert fleet.running.gateway.defects == 0
+
+
+async def has_data(prometheus: Prometheus, query: str, since: float) -> bool:
+    found = await prometheus.ask("query_range", query=filled(query), start=since, end=time(), step=1)
+    return any(isfinite(float(value)) for series in found for _, value in series["values"])
+
+
+def test_panels_say_what_they_show() -> None:
+    for panel in PANELS:
+        assert len(panel["description"]) > 20, panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "model", "target"}
+
+
+def test_queries_take_rates_of_counters_and_hide_no_gap() -> None:
+    for title, query in queries():
+        assert "vector(0)" not in query, title
+        if "_total" in query or "_bucket" in query:
+            assert query.count("rate(") == query.count("[$__rate_interval]") > 0, title
+        assert "avg" not in query, title
+
+
+def test_provisioned_files_point_at_each_other() -> None:
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    assert source["type"] == "prometheus"
+    scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == scrape
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/warmroute.yaml").read_text())["providers"]
+    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
+
+
+def test_promtool_accepts_the_configuration(require: Require) -> None:
+    promtool = shutil.which("promtool")
+    require("prometheus", promtool is not None, CURE)
+    assert promtool is not None
+    checked = subprocess.run(
+        [promtool, "check", "config", DEPLOY / "prometheus/prometheus.yml"], capture_output=True, text=True, timeout=30
+    )
+    assert checked.returncode == 0, checked.stderr
