@@ -33,7 +33,7 @@ from gateway.http import wire
 from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Incoming, Server
 from gateway.listing import models_body
-from gateway.metrics import Gauge, Metrics
+from gateway.metrics import Gauge, Metrics, Tally
 from gateway.routing import Ask, Options, Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenants
@@ -97,7 +97,7 @@ class Gateway:
         self._pins: OrderedDict[str, str] = OrderedDict()
         """Id of a stored response -> worker id."""
         self._own = {b"/healthz": self._healthz, b"/readyz": self._readyz, b"/v1/models": self._models}
-        self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal)
+        self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
         self._gauges()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -206,12 +206,10 @@ class Gateway:
         ask, choice, target = exchange.ask, exchange.choice, exchange.target
         assert choice is not None
         assert target is not None
-        metrics = self.metrics
-        metrics.decisions.add((ask.tenant.name, ask.model_name, ask.policy.name, choice.reason))
-        metrics.routed.add((ask.model_name, target.name))
+        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, target.name)
+        tally.sent(choice.reason, self.clock() - exchange.started)
         if ask.found is not None:
-            metrics.session_sources.add((ask.found,))
-        metrics.overhead.observe((ask.policy.name,), self.clock() - exchange.started)
+            self.metrics.session_sources.add((ask.found,))
 
     def first_event(self, exchange: Exchange, charge: Charge) -> None:
         """The first event of a stream came: its prefill is over."""
@@ -219,8 +217,8 @@ class Gateway:
         alone = target.running == 1 and not target.foreign
         self.fleet.first_byte(charge)
         ask = exchange.ask
-        labels = (ask.tenant.name, ask.model_name, ask.policy.name)
-        self.metrics.ttft.observe((*labels, _turn(ask.turn)), exchange.first_at - exchange.started)
+        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, target.name)
+        tally.first_token(_turn(ask.turn), exchange.first_at - exchange.started)
         if alone and ask.request.tokens is not None and ask.model is not None:
             calibration = self.fleet.calibration(ask.model.name, target.worker.facts.engine)
             calibration.first_byte(charge.uncached, charge.context, exchange.first_at - exchange.sent_at)
@@ -228,40 +226,40 @@ class Gateway:
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
         """An exchange is over, whatever the outcome."""
         ask, target = exchange.ask, exchange.target
-        metrics = self.metrics
-        labels = (ask.tenant.name, ask.model_name, ask.policy.name)
-        now = self.clock()
-        metrics.requests.add((ask.tenant.name, ask.model_name, exchange.route.kind, ask.policy.name, outcome))
-        metrics.duration.observe(labels, now - exchange.started)
-        if target is None or not streaming:
+        seconds = self.clock() - exchange.started
+        if target is None:
+            who = (ask.tenant.name, ask.model_name, ask.policy.name)
+            self.metrics.requests.add((who[0], who[1], exchange.route.kind, who[2], outcome))
+            self.metrics.duration.observe(who, seconds)
+            return
+        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, target.name)
+        tally.ended(exchange.route.kind, outcome, seconds)
+        if not streaming:
             return
         self.routing.settle(ask, target, usage)
-        at = (*labels, target.name)
         if ask.predicted is not None and ask.request.tokens is not None:
-            metrics.predicted_tokens.add(at, ask.predicted)
-            metrics.predicted_prompt_tokens.add(at, ask.request.tokens)
+            tally.predicted[0] += ask.predicted
+            tally.predicted_prompt[0] += ask.request.tokens
         if usage is not None:
-            self._count_usage(exchange, usage, labels, at)
+            self._count_usage(exchange, usage, tally)
         if exchange.route.kind == "responses" and outcome == "ok":
             self._remember_response(exchange, target)
 
-    def _count_usage(
-        self, exchange: Exchange, usage: Usage, labels: tuple[str, str, str], at: tuple[str, str, str, str]
-    ) -> None:
-        metrics, ask = self.metrics, exchange.ask
+    def _count_usage(self, exchange: Exchange, usage: Usage, tally: Tally) -> None:
+        ask = exchange.ask
         if usage.prompt is not None:
-            metrics.prompt_tokens.add(at, usage.prompt)
+            tally.prompt[0] += usage.prompt
             if usage.cached is not None:
-                metrics.cached_tokens.add(at, usage.cached)
-                metrics.reported_prompt_tokens.add(at, usage.prompt)
+                tally.cached[0] += usage.cached
+                tally.reported[0] += usage.prompt
                 if ask.predicted is not None and usage.prompt:
                     error = (usage.cached - ask.predicted) / usage.prompt
-                    metrics.prediction_error.observe((ask.model_name,), error)
+                    self.metrics.prediction_error.observe((ask.model_name,), error)
         if usage.completion is not None:
-            metrics.completion_tokens.add(at, usage.completion)
+            tally.completion[0] += usage.completion
             if exchange.sse and usage.completion > 1 and exchange.last_at > exchange.first_at:
                 between = (exchange.last_at - exchange.first_at) / (usage.completion - 1)
-                metrics.inter_token.observe(labels, between)
+                self.metrics.inter_token.observe_in(tally.inter_token, between)
                 if ask.model is not None and exchange.target is not None:
                     engine = exchange.target.worker.facts.engine
                     self.fleet.calibration(ask.model.name, engine).between_tokens(between)

@@ -24,6 +24,7 @@ from gateway.breaker import Breaker
 from gateway.calibrate import Calibration
 from gateway.errors import Refused, WorkerFault
 from gateway.http.limits import Outward
+from gateway.http.outbox import Outbox
 from gateway.http.upstream import Pool
 from policies.base import Fleet as View, Rates, Target as TargetView
 
@@ -153,7 +154,7 @@ class Charge:
 class Worker:
     """One engine process behind one URL."""
 
-    def __init__(self, spec: WorkerSpec, limits: Outward) -> None:
+    def __init__(self, spec: WorkerSpec, limits: Outward, outbox: Outbox | None = None) -> None:
         self.spec = spec
         parts = urlsplit(spec.url)
         self.host = parts.hostname or ""
@@ -167,7 +168,7 @@ class Worker:
         """Why it is in this state, for people."""
         self.facts = Facts(engine=spec.engine or "generic")
         self.targets: list[Target] = []
-        self.pool = Pool(self.host, self.port, tls=self.tls, limits=limits)
+        self.pool = Pool(self.host, self.port, tls=self.tls, limits=limits, outbox=outbox)
         self.failures = 0
         """Probes and connections that failed in a row."""
         self.successes = 0
@@ -201,9 +202,11 @@ class Fleet:
         clock: Callable[[], float],
         limits: Outward | None = None,
         forget: Callable[[int], None] = lambda target: None,
+        outbox: Outbox | None = None,
     ) -> None:
         self.clock = clock
         self.limits = limits or Outward()
+        self.outbox = outbox
         self.forget = forget
         """Told when what a target held is gone: removal, restart."""
         self.workers: dict[str, Worker] = {}
@@ -221,7 +224,7 @@ class Fleet:
 
     def add(self, spec: WorkerSpec) -> Worker:
         """Add a worker in state ``joining``; an existing one of the same address is returned as it is."""
-        worker = Worker(spec, self.limits)
+        worker = Worker(spec, self.limits, self.outbox)
         if worker.id in self.workers:
             return self.workers[worker.id]
         self.workers[worker.id] = worker

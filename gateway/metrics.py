@@ -31,18 +31,24 @@ class Counter:
 
     def __init__(self, name: str, help: str, labels: Sequence[str] = ()) -> None:
         self.name, self.help, self.labels = name, help, tuple(labels)
-        self.values: dict[Labels, float] = {}
+        self.values: dict[Labels, list[float]] = {}
+
+    def cell(self, labels: Labels = ()) -> list[float]:
+        """The one-element list that holds the sum: for whoever adds to it often."""
+        cell = self.values.get(labels)
+        if cell is None:
+            cell = self.values[labels] = [0.0]
+        return cell
 
     def add(self, labels: Labels = (), amount: float = 1) -> None:
         """Add ``amount``."""
-        values = self.values
-        values[labels] = values.get(labels, 0) + amount
+        self.cell(labels)[0] += amount
 
     def family(self) -> Metric:
         """For prometheus-client."""
         family = CounterMetricFamily(self.name, self.help, labels=self.labels)
-        for labels, value in list(self.values.items()):
-            family.add_metric(labels, value)
+        for labels, cell in list(self.values.items()):
+            family.add_metric(labels, cell[0])
         return family
 
     def drop(self, position: int, value: str) -> None:
@@ -62,11 +68,19 @@ class Histogram:
         self.values: dict[Labels, list[float]] = {}
         """Counts of each bucket (not cumulative), the last for +Inf, then the sum."""
 
-    def observe(self, labels: Labels, value: float) -> None:
-        """Count one observation."""
+    def row(self, labels: Labels) -> list[float]:
+        """The counts of one label set, for `observe_in`."""
         row = self.values.get(labels)
         if row is None:
             row = self.values[labels] = [0.0] * (len(self.bounds) + 2)
+        return row
+
+    def observe(self, labels: Labels, value: float) -> None:
+        """Count one observation."""
+        self.observe_in(self.row(labels), value)
+
+    def observe_in(self, row: list[float], value: float) -> None:
+        """Count one observation in a row got before."""
         row[bisect_left(self.bounds, value)] += 1
         row[-1] += value
 
@@ -101,6 +115,72 @@ class Gauge:
         return family
 
 
+class Tally:
+    """The cells of one (tenant, model, policy, target): found once, then added to without a look-up."""
+
+    __slots__ = (
+        "cached",
+        "completion",
+        "decisions",
+        "duration",
+        "inter_token",
+        "metrics",
+        "overhead",
+        "predicted",
+        "predicted_prompt",
+        "prompt",
+        "reported",
+        "requests",
+        "routed",
+        "ttft",
+        "who",
+    )
+
+    def __init__(self, metrics: "Metrics", tenant: str, model: str, policy: str, target: str) -> None:
+        who = self.who = (tenant, model, policy)
+        at = (*who, target)
+        self.metrics = metrics
+        self.decisions: dict[str, list[float]] = {}
+        self.requests: dict[tuple[str, str], list[float]] = {}
+        self.ttft: dict[str, list[float]] = {}
+        self.routed = metrics.routed.cell((model, target))
+        self.predicted = metrics.predicted_tokens.cell(at)
+        self.predicted_prompt = metrics.predicted_prompt_tokens.cell(at)
+        self.prompt = metrics.prompt_tokens.cell(at)
+        self.completion = metrics.completion_tokens.cell(at)
+        self.cached = metrics.cached_tokens.cell(at)
+        self.reported = metrics.reported_prompt_tokens.cell(at)
+        self.duration = metrics.duration.row(who)
+        self.inter_token = metrics.inter_token.row(who)
+        self.overhead = metrics.overhead.row((policy,))
+
+    def sent(self, reason: str, overhead: float) -> None:
+        """A request was sent."""
+        cell = self.decisions.get(reason)
+        if cell is None:
+            cell = self.decisions[reason] = self.metrics.decisions.cell((*self.who, reason))
+        cell[0] += 1
+        self.routed[0] += 1
+        self.metrics.overhead.observe_in(self.overhead, overhead)
+
+    def ended(self, kind: str, outcome: str, seconds: float) -> None:
+        """A request ended."""
+        cell = self.requests.get((kind, outcome))
+        if cell is None:
+            tenant, model, policy = self.who
+            cell = self.metrics.requests.cell((tenant, model, kind, policy, outcome))
+            self.requests[kind, outcome] = cell
+        cell[0] += 1
+        self.metrics.duration.observe_in(self.duration, seconds)
+
+    def first_token(self, turn: str, seconds: float) -> None:
+        """The first event of a stream came."""
+        row = self.ttft.get(turn)
+        if row is None:
+            row = self.ttft[turn] = self.metrics.ttft.row((*self.who, turn))
+        self.metrics.ttft.observe_in(row, seconds)
+
+
 class Metrics:
     """Every metric of the gateway. Names begin with ``warmroute_``; prometheus-client adds ``_total`` to counters."""
 
@@ -108,6 +188,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self.gauges: list[Gauge] = []
+        self._tallies: dict[Labels, Tally] = {}
         who = ("tenant", "model", "policy")
         self.requests = Counter(
             "warmroute_requests", "Requests ended, by how.", ("tenant", "model", "kind", "policy", "outcome")
@@ -179,6 +260,14 @@ class Metrics:
         )
         self.lag = Histogram("warmroute_event_loop_lag_seconds", "How late the event loop woke up.", OVERHEAD)
 
+    def tally(self, tenant: str, model: str, policy: str, target: str) -> Tally:
+        """The cells of these labels."""
+        key = (tenant, model, policy, target)
+        tally = self._tallies.get(key)
+        if tally is None:
+            tally = self._tallies[key] = Tally(self, tenant, model, policy, target)
+        return tally
+
     def collect(self) -> Iterator[Metric]:
         """For prometheus-client."""
         for value in vars(self).values():
@@ -193,6 +282,7 @@ class Metrics:
 
     def drop_target(self, target: str) -> None:
         """A target left the fleet: its series go too."""
+        self._tallies = {key: tally for key, tally in self._tallies.items() if key[3] != target}
         for value in vars(self).values():
             if isinstance(value, Counter) and "target" in value.labels:
                 value.drop(value.labels.index("target"), target)

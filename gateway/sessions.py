@@ -99,6 +99,7 @@ class Sessions:
         self.most = most
         self.idle = idle
         self.configured = [name.lower().replace("_", "-").encode() for name in headers]
+        self._wanted = frozenset((*self.configured, STICKY, *_AGENTS, b"x-claude-code-agent-id", _LAST))
         self._homes = homes
         """Told when a target gains or loses a home."""
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
@@ -114,7 +115,7 @@ class Sessions:
 
     def name(self, named: Mapping[bytes, bytes], reading: Reading) -> Found | None:
         """The session that a request names in its headers or body; ``None`` if it names none."""
-        fields = {low.replace(b"_", b"-"): value for low, value in named.items()}
+        fields = self._naming(named)
         for header in self.configured:
             value = _clean(fields.get(header))
             if value is not None:
@@ -124,12 +125,13 @@ class Sessions:
             return Found("sticky", value)
         if reading.conversation is not None:
             return Found("conversation", reading.conversation.encode("utf-8", "replace")[:LONGEST])
-        value = _clean(fields.get(b"x-session-id"))
-        if value is not None:
-            return Found("x-session-id", value)
-        found = _agent(fields)
-        if found is not None:
-            return found
+        if fields:
+            value = _clean(fields.get(b"x-session-id"))
+            if value is not None:
+                return Found("x-session-id", value)
+            found = _agent(fields)
+            if found is not None:
+                return found
         body = reading.session()
         if body is not None:
             value = _clean(body[1].encode("utf-8", "replace"))
@@ -139,6 +141,16 @@ class Sessions:
         if value is not None:
             return Found("x-correlation-id", value)
         return None
+
+    def _naming(self, named: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+        """Those headers that could name a session, ``_`` read as ``-``: most requests have none."""
+        fields: dict[bytes, bytes] = {}
+        wanted = self._wanted
+        for low, value in named.items():
+            plain = low.replace(b"_", b"-") if b"_" in low else low
+            if plain in wanted or plain.endswith(b"session-id"):
+                fields[plain] = value
+        return fields
 
     def find(self, found: Found, tenant: str, model: str, now: float, dry: bool = False) -> Session:
         """The session of that name, made if it is new. ``dry``: nothing is stored or touched."""

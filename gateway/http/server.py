@@ -34,6 +34,7 @@ from gateway.errors import (
 )
 from gateway.http.chunked import Chunked
 from gateway.http.limits import Inward
+from gateway.http.outbox import Outbox
 
 IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)
 
@@ -257,7 +258,7 @@ class Inbound(asyncio.Protocol):
         self._since = self.server.clock()
         self.deadline = self._since + limits.body_seconds
         if expects and not rest and self.transport is not None:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         if rest:
             self._body(rest)
 
@@ -305,7 +306,7 @@ class Inbound(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Bytes of the answer, framed by the caller. Nothing happens once the client is gone."""
         if self.transport is not None:
-            self.transport.write(data)
+            self.server.outbox.write(self.transport, data)
 
     def done(self) -> None:
         """The answer is complete: take the next request, or close."""
@@ -333,6 +334,7 @@ class Inbound(asyncio.Protocol):
         """Close when what was written has been sent."""
         self.phase = CLOSED
         if self.transport is not None:
+            self.server.outbox.flush()
             self.transport.close()
 
     def abort(self) -> None:
@@ -340,6 +342,7 @@ class Inbound(asyncio.Protocol):
         self.owner = None
         self.phase = CLOSED
         if self.transport is not None:
+            self.server.outbox.flush()
             self.transport.abort()
 
     def refuse(self, fault: Fault) -> None:
@@ -352,7 +355,8 @@ class Inbound(asyncio.Protocol):
         self._chunked = None
         self.deadline = self.server.clock() + self.server.limits.linger_seconds
         self.server.refused(fault)
-        self.transport.write(self.server.render(fault))
+        self.send(self.server.render(fault))
+        self.server.outbox.flush()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
@@ -382,6 +386,7 @@ class Server:
         render: Callable[[Fault], bytes],
         limits: Inward | None = None,
         refused: Callable[[Fault], None] = lambda fault: None,
+        outbox: Outbox | None = None,
     ) -> None:
         self.serve = serve
         self.render = render
@@ -390,6 +395,7 @@ class Server:
         self.limits = limits or Inward()
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
+        self.outbox = outbox or Outbox(self.loop)
         self.connections: set[Inbound] = set()
         self.closing = False
 

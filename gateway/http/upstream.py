@@ -17,6 +17,7 @@ import httptools
 
 from gateway.errors import Malformed, NoConnection, Refused, Reset, Stalled, WorkerFault
 from gateway.http.limits import Outward
+from gateway.http.outbox import Outbox
 
 
 class Receiver(Protocol):
@@ -186,7 +187,7 @@ class Outbound(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         # One buffer is cheaper than two until copying it costs more than a second write.
         if len(body) <= 32768:
-            self.transport.write(head + body)
+            self.pool.outbox.write(self.transport, head + body)
         else:
             self.transport.writelines((head, body))
 
@@ -245,6 +246,7 @@ class Pool:
         *,
         tls: ssl.SSLContext | None = None,
         limits: Outward | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
         self.host = host
         self.port = port
@@ -256,6 +258,7 @@ class Pool:
         self._idle: list[Outbound] = []
         self._busy: set[Outbound] = set()
         self._loop = asyncio.get_running_loop()
+        self.outbox = outbox or Outbox(self._loop)
 
     @property
     def idle(self) -> int:
