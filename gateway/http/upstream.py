@@ -53,9 +53,9 @@ class Outbound(asyncio.Protocol):
         "_started",
         "_status",
         "answered",
+        "counted",
         "fresh",
         "idle_since",
-        "made",
         "pool",
         "receiver",
         "transport",
@@ -70,8 +70,8 @@ class Outbound(asyncio.Protocol):
         self.answered = False
         """Whether a byte of the present answer has come."""
         self.idle_since = 0.0
-        self.made = False
-        """Whether there ever was a connection."""
+        self.counted = True
+        """Whether `Pool.open` counts it."""
         self._parser: httptools.HttpResponseParser | None = None
         self._fields: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
@@ -86,7 +86,8 @@ class Outbound(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.made = True
+        if not self.counted:
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -291,25 +292,28 @@ class Pool:
                     server_hostname=self.host if self.tls is not None else None,
                 )
         except TimeoutError:
-            self._unmade(connection)
+            self._give_up(connection)
             raise Stalled("the worker did not accept a connection in time") from None
         except (OSError, ssl.SSLError) as error:
-            self._unmade(connection)
+            self._give_up(connection)
             what = (
                 "TLS with the worker failed" if isinstance(error, ssl.SSLError) else "the worker refused the connection"
             )
             raise Refused(what) from None
         except BaseException:
-            self._unmade(connection)
+            self._give_up(connection)
             raise
         self._busy.add(connection)
         return connection
 
-    def _unmade(self, connection: Outbound) -> None:
-        """Making it failed or was given up; one that was made all the same is counted when it is lost."""
-        if connection.made:
-            connection.close()
-        else:
+    def _give_up(self, connection: Outbound) -> None:
+        """Nobody wants it any more. The loop may make it all the same; it closes itself then."""
+        self._discount(connection)
+        connection.close()
+
+    def _discount(self, connection: Outbound) -> None:
+        if connection.counted:
+            connection.counted = False
             self.open -= 1
 
     def put(self, connection: Outbound) -> None:
@@ -323,7 +327,7 @@ class Pool:
 
     def lost(self, connection: Outbound) -> None:
         """A connection ended."""
-        self.open -= 1
+        self._discount(connection)
         self._busy.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)

@@ -280,7 +280,7 @@ async def test_a_session_at_home_on_a_dead_worker_goes_elsewhere_and_stays_there
 
     home = await ask()
     assert [await ask() for _ in range(3)] == [home] * 3
-    next(each for each in engines if each.url.endswith(home)).faults.add("refuse", count=None)
+    await next(each for each in engines if each.url.endswith(home)).kill()
     after = await ask()
     assert after != home
     assert [await ask() for _ in range(3)] == [after] * 3

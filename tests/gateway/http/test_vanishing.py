@@ -108,7 +108,7 @@ async def test_while_waiting_for_the_first_byte(
         leave(client, manner)
         await until(lambda: gone == 1)
         await settled(running)
-    assert 'warmroute_aborts_total{phase="waiting"} 1' in (await admin(running, "/metrics")).replace(".0", "")
+    assert 'warmroute_client_aborts_total{phase="waiting"} 1' in (await admin(running, "/metrics")).replace(".0", "")
     assert len(worker.seen) == 1, "it is not tried again for nobody"
 
 
