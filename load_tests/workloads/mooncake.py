@@ -1,0 +1,107 @@
+"""Reader of traces in Mooncake's form: one JSON object a line, prompts as ids of blocks.
+
+A line has ``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens), ``hash_ids`` (one id for each block
+of 512 prompt tokens, the last may be partial) and optionally ``session_id``. Two prompts share a prefix exactly as far as
+their ids agree. The text is not in such a trace; here every id stands for its own run of words, always the same, so that
+texts share prefixes as the traced prompts did.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from load_tests.workloads.agents import words
+
+BLOCK = 512
+"""Tokens of one block."""
+
+
+class TraceError(ValueError):
+    """A line that is not as it should be; the message names line and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request of a trace."""
+
+    at: float
+    """Seconds after the trace's first request."""
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    session: str | None = None
+
+    def prompt(self) -> str:
+        """Text of about ``input_tokens`` tokens (one word each)."""
+        rest = self.input_tokens - BLOCK * (len(self.blocks) - 1)
+        pieces = [block_text(block) for block in self.blocks[:-1]]
+        pieces.append(" ".join(block_text(self.blocks[-1]).split(" ")[:rest]))
+        return " ".join(pieces)
+
+
+@lru_cache(8192)
+def block_text(block: int) -> str:
+    """The words of one block: `BLOCK` of them, the same for the same id, the first telling the id."""
+    return f"{block} " + words(Random(block), BLOCK - 1)
+
+
+def read(path: str | Path, limit: int | None = None) -> list[TracedRequest]:
+    """The first ``limit`` requests of a file, in order of time. Raises `OSError` and `TraceError`."""
+    with Path(path).open(encoding="utf-8", errors="replace") as lines:
+        return parse(lines, limit)
+
+
+def parse(lines: Iterable[str], limit: int | None = None) -> list[TracedRequest]:
+    """The first ``limit`` requests of ``lines``, in order of time; empty lines are passed over. Raises `TraceError`."""
+    found: list[tuple[int, TracedRequest]] = []
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(found) >= limit:
+            break
+        if line.strip():
+            found.append(_request(number, line))
+    if not found:
+        raise TraceError("the trace has no request")
+    found.sort(key=lambda each: each[0])
+    first = found[0][0]
+    return [
+        TracedRequest((at - first) / 1e3, request.input_tokens, request.output_tokens, request.blocks, request.session)
+        for at, request in found
+    ]
+
+
+def _request(number: int, line: str) -> tuple[int, TracedRequest]:
+    """Timestamp in milliseconds and request of one line."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"line {number}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise TraceError(f"line {number}: an object is needed, not {type(row).__name__}")
+    at = _number(number, row, "timestamp", 0)
+    size = _number(number, row, "input_length", 1)
+    made = _number(number, row, "output_length", 0)
+    blocks = row.get("hash_ids")
+    if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
+        raise TraceError(f"line {number}: hash_ids must be a list of whole numbers")
+    if len(blocks) != -(-size // BLOCK):
+        raise TraceError(
+            f"line {number}: hash_ids has {len(blocks)} blocks of {BLOCK} tokens, which does not fit input_length {size}"
+        )
+    session = row.get("session_id")
+    if session is not None and not isinstance(session, str | int):
+        raise TraceError(f"line {number}: session_id must be a string or a number")
+    return at, TracedRequest(0.0, size, made, tuple(blocks), None if session is None else str(session))
+
+
+def _number(number: int, row: dict[str, Any], field: str, least: int) -> int:
+    value = row.get(field)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or value < least:
+        what = "is missing" if field not in row else f"is {value!r}"
+        raise TraceError(f"line {number}: {field} {what}: a whole number of at least {least} is needed")
+    return value
