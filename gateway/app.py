@@ -31,7 +31,7 @@ from gateway.exchange import Exchange
 from gateway.fleet import Charge, Fleet, State, Target
 from gateway.http import wire
 from gateway.http.limits import Inward, Outward
-from gateway.http.server import Inbound, Incoming, Server
+from gateway.http.server import Inbound, Incoming, Server, Shape
 from gateway.listing import models_body
 from gateway.metrics import Gauge, Metrics, Tally
 from gateway.routing import Ask, Options, Routing, draw_of
@@ -136,7 +136,7 @@ class Gateway:
         named = incoming.named
         tenant = self.tenants.of(named)
         reading = self._read(incoming, dialect, route)
-        ask = self.routing.ask(tenant, reading, named, draw_of(request_id), started)
+        ask = self.routing.ask(tenant, reading, named, draw_of(request_id), started, memo=incoming.memo)
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.start()
 
@@ -325,7 +325,7 @@ class Gateway:
         return wire.whole(fault.status, dialect.error(fault), incoming, extra)
 
     def _render(self, fault: Fault) -> bytes:
-        refused = Incoming(b"POST", b"/", [], False)
+        refused = Incoming(Shape(b"POST", b"/", [], False))
         refused.close = True
         extra = b"retry-after: %d\r\n" % fault.retry_after if fault.retry_after else b""
         return wire.whole(fault.status, self.fallback.error(fault), refused, extra)

@@ -400,7 +400,9 @@ class Fleet:
         """End the prefill part of unstreamed requests whose estimate has passed."""
         estimates = self._estimates
         while estimates and estimates[0][0] <= now:
-            self.first_byte(heapq.heappop(estimates)[2])
+            charge = heapq.heappop(estimates)[2]
+            if not charge.ended:
+                self.first_byte(charge)
 
     # -- what requests and probes show ------------------------------------------------------------------------------
 

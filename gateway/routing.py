@@ -38,6 +38,11 @@ class Model:
     ordinal: int = 0
     bytes_per_token: float = BYTES_PER_TOKEN
     taught: int = 0
+    space: bytes = b""
+    """Its part of a namespace."""
+
+    def __post_init__(self) -> None:
+        self.space = self.name.encode("utf-8", "surrogatepass")
 
 
 class Ask:
@@ -76,7 +81,7 @@ class Ask:
         self.pages: Pages = EMPTY
         self.depth: Mapping[int, int] = {}
         self.namespace = b""
-        self.scope = b""
+        self.scope = 0
         self.request = Request()
         self.predicted: int | None = None
         """Tokens that the chosen target was predicted to hold; ``None`` when nothing was predicted."""
@@ -148,7 +153,15 @@ class Routing:
         return name in self.options.configured or name in self.fleet.known_models
 
     def ask(
-        self, tenant: Tenant, reading: Reading, named: Mapping[bytes, bytes], draw: int, now: float, dry: bool = False
+        self,
+        tenant: Tenant,
+        reading: Reading,
+        named: Mapping[bytes, bytes],
+        draw: int,
+        now: float,
+        *,
+        memo: dict[object, object] | None = None,
+        dry: bool = False,
     ) -> Ask:
         """Gather what the policy needs. Makes the session if it is new, unless ``dry``; changes nothing else."""
         if reading.model is not None and tenant.models is not None:
@@ -163,17 +176,16 @@ class Routing:
         request.ordinal = model.ordinal
         if reading.make_prompt is None or not (policy.needs_prefix or policy.needs_session):
             return ask
-        space = tenant.name if tenant.isolated else ""
-        ask.namespace = b"\x00".join((model.name.encode("utf-8", "surrogatepass"), space.encode(), reading.namespace))
+        ask.namespace = b"\x00".join((model.space, tenant.space, reading.namespace))
         if policy.needs_session:
-            found = self.sessions.name(named, reading)
+            found = self.sessions.name(named, reading, memo)
             if found is not None:
                 ask.session = self.sessions.find(found, tenant.name, model.name, now, dry)
                 ask.found = found.source
         if policy.needs_prefix or ask.session is None:
             ask.prompt = reading.make_prompt(model.keeps_thinking)
             if ask.session is None and policy.needs_session:
-                ask.scope = b"\x00".join((tenant.name.encode(), ask.namespace))
+                ask.scope = xxh3_64_intdigest(ask.namespace, tenant.seed)
                 ask.session = self.sessions.by_content(ask.prompt, ask.scope, tenant.name, model.name, now, dry)
                 ask.found = None if ask.session is None else "content"
         session = ask.session

@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from os import urandom
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -104,6 +105,8 @@ class Sessions:
         """Told when a target gains or loses a home."""
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         self._ends: dict[bytes, Session] = {}
+        self._made = 0
+        self._secret = int.from_bytes(urandom(8), "little")
         self.dropped = 0
         """Sessions forgotten because the store was full."""
         self.expired = 0
@@ -113,9 +116,18 @@ class Sessions:
 
     # -- identity ---------------------------------------------------------------------------------------------------
 
-    def name(self, named: Mapping[bytes, bytes], reading: Reading) -> Found | None:
-        """The session that a request names in its headers or body; ``None`` if it names none."""
-        fields = self._naming(named)
+    def name(
+        self, named: Mapping[bytes, bytes], reading: Reading, memo: dict[object, object] | None = None
+    ) -> Found | None:
+        """The session that a request names in its headers or body; ``None`` if it names none.
+
+        ``memo`` keeps what was found in headers that come again and again.
+        """
+        fields = memo.get("naming") if memo is not None else None
+        if not isinstance(fields, dict):
+            fields = self._naming(named)
+            if memo is not None:
+                memo["naming"] = fields
         for header in self.configured:
             value = _clean(fields.get(header))
             if value is not None:
@@ -171,26 +183,27 @@ class Sessions:
         return session
 
     def by_content(
-        self, prompt: Prompt, scope: bytes, tenant: str, model: str, now: float, dry: bool = False
+        self, prompt: Prompt, scope: int, tenant: str, model: str, now: float, dry: bool = False
     ) -> Session | None:
         """The session whose last messages ``prompt`` extends, or a new one; ``None`` for a prompt without messages.
+
+        ``scope``: 64 bits of what keeps sessions apart: tenant, model, namespace.
 
         Only a prompt that adds at least one message to the *whole* of an earlier one joins it, so a start that a fleet
         shares never joins two sessions.
         """
-        marks = prompt.marks()
-        if not marks:
-            return None
         view = memoryview(prompt.text)
         session = None
-        for mark in reversed(marks[:-1]):
-            session = self._ends.get(xxh3_128_digest(scope + xxh3_128_digest(view[:mark])))
-            if session is not None:
-                break
+        if prompt.messages > 1:
+            for mark in reversed(prompt.marks()[:-1]):
+                session = self._ends.get(xxh3_128_digest(view[:mark], scope))
+                if session is not None:
+                    break
+        elif not prompt.messages:
+            return None
         if session is None:
-            key = _key(tenant, model, b"content", xxh3_128_digest(view) + len(self._sessions).to_bytes(8, "big"))
-            if key in self._sessions:
-                key = _key(tenant, model, b"content", key + repr(now).encode())
+            self._made += 1
+            key = xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
             session = Session(key, "content", tenant, model, xxh3_64_intdigest(key))
             if not dry:
                 self._add(session)
@@ -198,9 +211,9 @@ class Sessions:
             self._touch(session, now)
         return session
 
-    def remember_content(self, session: Session, prompt: Prompt, scope: bytes) -> None:
+    def remember_content(self, session: Session, prompt: Prompt, scope: int) -> None:
         """Make ``session`` findable by what it said so far."""
-        end = xxh3_128_digest(scope + xxh3_128_digest(prompt.text))
+        end = xxh3_128_digest(prompt.text, scope)
         if end in session.ends:
             return
         other = self._ends.get(end)

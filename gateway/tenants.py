@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 
+from xxhash import xxh3_64_intdigest
+
 from gateway.errors import Forbidden, Unauthorized
 from policies.base import Policy
 
@@ -27,6 +29,15 @@ class Tenant:
     """Whether answers tell it where and why they were routed."""
     isolated: bool = False
     """Whether its prompts never share the index with others'."""
+    space: bytes = b""
+    """Its part of a namespace; empty while it shares."""
+    seed: int = 0
+    """64 bits that keep its sessions apart from others'."""
+
+    def __post_init__(self) -> None:
+        self.seed = xxh3_64_intdigest(self.name.encode())
+        if self.isolated:
+            self.space = self.name.encode()
 
     def check_model(self, model: str) -> None:
         """Raises `Forbidden` if the tenant may not use ``model``."""

@@ -80,7 +80,7 @@ class _Target:
         self.pages = 0
         self.evicted = 0
         self.heap: list[tuple[float, int, Node]] = []
-        self.limit = 1024
+        self.limit = 4096
 
 
 class RadixIndex:
@@ -222,13 +222,14 @@ class RadixIndex:
         """``target`` turned out to hold at most ``keep`` pages of ``symbols``: drop what is believed beyond, and below it."""
         node: Node | None = self._roots.get(namespace)
         at, end, limit = 0, len(symbols), keep * SYMBOL
-        while node is not None and at < end:
+        while node is not None and at < end and limit < end:
             child = node.children.get(symbols[at : at + SYMBOL]) if node.children else None
             if child is None or target not in child.held:
                 return
             if at + len(child.edge) > limit:
                 if at < limit:
-                    if _common(child.edge, symbols, at) < limit - at:
+                    if _common(child.edge, symbols, at) <= limit - at:
+                        # What stands behind the kept part is another prompt's.
                         return
                     node = self._split(child, limit - at)
                 self._strip(child, target)
@@ -380,7 +381,7 @@ class RadixIndex:
                 kept.append((_age(node, target), entry[1], node))
         heapify(kept)
         state.heap = kept
-        state.limit = 2 * len(kept) + 1024
+        state.limit = 3 * len(kept) + 4096
 
     def _surface(self, node: Node, target: int) -> None:
         """``node`` became easier to evict for ``target``: its entry, if any, stands too deep in the heap."""

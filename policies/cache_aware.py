@@ -42,13 +42,9 @@ class CacheAware:
                 reason = "spill" if request.siblings else "moved"
         costs[chosen] = inf
         other = targets[costs.index(min(costs))] if len(costs) > 1 else None
+        other_terms = None if other is None else terms(request, other, least)
         return Choice(
-            targets[chosen],
-            reason,
-            moves_home=reason != "spill",
-            terms=terms(request, targets[chosen], least),
-            runner_up=other,
-            runner_up_terms=None if other is None else terms(request, other, least),
+            targets[chosen], reason, reason != "spill", terms(request, targets[chosen], least), other, other_terms
         )
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:

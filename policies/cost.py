@@ -40,10 +40,7 @@ def terms(request: Request, target: Target, least_homes: int | None) -> Terms:
     placement = 0.0
     if least_homes is not None and request.home != target.id:
         placement = (target.homes - least_homes) * turn(rates)
-    slow = 1.0 / target.share - 1.0
-    return Terms(
-        wait=target.wait + slow * (prefill + target.wait + turn(rates)),
-        prefill=prefill,
-        interference=target.busy * interference(rates, prefill),
-        placement=placement,
-    )
+    wait = target.wait
+    if target.share < 1.0:
+        wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))
+    return Terms(wait, prefill, target.busy * interference(rates, prefill) if target.busy else 0.0, placement)

@@ -36,6 +36,11 @@ class Prompt:
         self._parts = parts
         self._ends = ends
 
+    @property
+    def messages(self) -> int:
+        """How many messages it has."""
+        return len(self._ends)
+
     def marks(self) -> list[int]:
         """Offsets in ``text`` at which the last `MARKS` + 1 messages end, ascending; empty without messages.
 

@@ -1,6 +1,7 @@
 """OpenAI's API as vLLM, SGLang, TensorRT-LLM and llama.cpp speak it."""
 
 import re
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -262,29 +263,47 @@ def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
     messages = chat.messages or []
     last_user = 0
     if not keeps_thinking:
-        for at, message in enumerate(messages):
-            if message.role == "user":
+        for at in range(len(messages) - 1, 0, -1):
+            if messages[at].role == "user":
                 last_user = at
+                break
     ends: list[int] = []
     for at, message in enumerate(messages):
-        parts += (b"\x00\x02", (message.role or "").encode("utf-8", "surrogatepass"), b"\x00\x03")
-        if message.name is not None:
-            parts += (encode(message.name), b"\x00\x03")
-        if at >= last_user:
-            thinking = message.reasoning or message.reasoning_content
-            if thinking:
-                parts += (encode(thinking), b"\x00\x04")
+        parts.append(_ROLES.get(message.role) or _role(message.role))
         content = message.content
-        if isinstance(content, str):
+        if isinstance(content, str) and _extras(message) == _NO_EXTRAS:
             parts.append(content.encode("utf-8", "surrogatepass"))
-        elif content:
-            _content(parts, content)
-        if message.tool_calls is not UNSET and message.tool_calls != b"null":
-            parts += (b"\x00\x04", message.tool_calls)
-        if message.tool_call_id is not None:
-            parts += (b"\x00\x03", encode(message.tool_call_id))
+        else:
+            _message(parts, message, at >= last_user)
         ends.append(len(parts))
     return Prompt(parts, ends)
+
+
+def _role(role: str | None) -> bytes:
+    return b"\x00\x02" + encode(role or "") + b"\x00\x03"
+
+
+_ROLES = {role: _role(role) for role in ("system", "developer", "user", "assistant", "tool")}
+_extras = attrgetter("name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
+_NO_EXTRAS = (None, None, None, UNSET, None)
+
+
+def _message(parts: list[bytes | Raw], message: Message, thinks: bool) -> None:
+    """A message that is more than a role and a text; ``thinks``: the template still shows its thinking."""
+    if message.name is not None:
+        parts += (encode(message.name), b"\x00\x03")
+    thinking = message.reasoning or message.reasoning_content
+    if thinking and thinks:
+        parts += (encode(thinking), b"\x00\x04")
+    content = message.content
+    if isinstance(content, str):
+        parts.append(encode(content))
+    elif content:
+        _content(parts, content)
+    if not isinstance(message.tool_calls, UnsetType) and message.tool_calls != b"null":
+        parts += (b"\x00\x04", message.tool_calls)
+    if message.tool_call_id is not None:
+        parts += (b"\x00\x03", encode(message.tool_call_id))
 
 
 def _content(parts: list[bytes | Raw], content: list[Part]) -> None:

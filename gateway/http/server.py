@@ -41,32 +41,51 @@ IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)
 _AUTHORITY = re.compile(rb"[A-Za-z]+://[^/?]*")
 _EMPTY_LINES = re.compile(rb"(?:\r\n)*")
 _REQUEST_LINE = re.compile(rb"[!-~]+ [!-~\x80-\xff]+ [!-~]+\r\n")
+_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,18})\r\n")
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"connection", b"expect", b"upgrade"))
 
 
-class Incoming:
-    """One request, complete with its body."""
+class Shape:
+    """The head of a request, read and checked; shared by all requests that differ from it in their length alone.
 
-    __slots__ = ("_named", "body", "close", "fields", "method", "old", "path", "query")
+    Clients repeat themselves: on one connection request after request has the same head but for ``Content-Length``.
+    Such a head is not read twice, and what others derive from it is kept with it (`memo`).
+    """
+
+    __slots__ = ("chunked", "close", "expects", "fields", "length", "memo", "method", "named", "old", "path", "query")
 
     def __init__(self, method: bytes, target: bytes, fields: list[tuple[bytes, bytes, bytes]], old: bool) -> None:
         self.method = method
         self.path, _, self.query = target.partition(b"?")
         self.fields = fields
         """(lower-case name, name as sent, value), in order, repeats included."""
+        self.named = {low: value for low, _, value in reversed(fields)}
+        """lower-case name -> value; of a repeated field the first. ``content-length`` is that of the first such request."""
         self.old = old
         """HTTP/1.0: no chunked answer."""
         self.close = old
         """Close after the answer."""
-        self.body = b""
-        self._named: dict[bytes, bytes] | None = None
+        self.length = 0
+        self.chunked = False
+        self.expects = False
+        self.memo: dict[object, object] = {}
 
-    @property
-    def named(self) -> dict[bytes, bytes]:
-        """lower-case name -> value; of a repeated field the first."""
-        if self._named is None:
-            self._named = {low: value for low, _, value in reversed(self.fields)}
-        return self._named
+
+class Incoming:
+    """One request, complete with its body."""
+
+    __slots__ = ("body", "close", "fields", "memo", "method", "named", "old", "path", "query")
+
+    def __init__(self, shape: Shape) -> None:
+        self.method = shape.method
+        self.path = shape.path
+        self.query = shape.query
+        self.fields = shape.fields
+        self.named = shape.named
+        self.old = shape.old
+        self.close = shape.close
+        self.memo = shape.memo
+        self.body = b""
 
 
 class Owner(Protocol):
@@ -92,6 +111,8 @@ class Inbound(asyncio.Protocol):
         "_parser",
         "_pieces",
         "_received",
+        "_shape",
+        "_shape_key",
         "_since",
         "_target",
         "buffer",
@@ -117,6 +138,8 @@ class Inbound(asyncio.Protocol):
         self.slow = False
         self._fields: list[tuple[bytes, bytes, bytes]] = []
         self._target = b""
+        self._shape: Shape | None = None
+        self._shape_key = b""
         self._chunked: Chunked | None = None
         self._left = 0
         self._pieces: list[bytes] = []
@@ -190,14 +213,28 @@ class Inbound(asyncio.Protocol):
         end += 4
         self.phase = HEAD
         try:
-            incoming = self._parse(data[:end])
+            shape = self._shape_of(data[:end])
             rest = data[end:]
             self.buffer = b""
-            self._begin_body(incoming, rest)
+            self._begin_body(shape, rest)
         except Fault as fault:
             self.refuse(fault)
 
-    def _parse(self, head: bytes) -> Incoming:
+    def _shape_of(self, head: bytes) -> Shape:
+        """The head, read; not again if only its length differs from the one before."""
+        found = _LENGTH.search(head)
+        key = head if found is None else head[: found.start(1)] + head[found.end(1) :]
+        shape = self._shape
+        if shape is None or key != self._shape_key:
+            shape = self._parse(head)
+            _frame(shape)
+            self._shape, self._shape_key = shape, key
+        elif found is not None:
+            # A head with two lengths was never accepted, so equal keys have their one length in the same place.
+            shape.length = int(found[1])
+        return shape
+
+    def _parse(self, head: bytes) -> Shape:
         limits = self.server.limits
         if len(head) > limits.head:
             raise HeadTooLarge(f"the head is over the limit of {limits.head} bytes")
@@ -225,7 +262,7 @@ class Inbound(asyncio.Protocol):
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise WrongVersion("only HTTP/1.1 and HTTP/1.0 are spoken here")
-        return Incoming(parser.get_method(), _origin(self._target), self._fields, version == "1.0")
+        return Shape(parser.get_method(), _origin(self._target), self._fields, version == "1.0")
 
     def on_url(self, url: bytes) -> None:
         """Callback of llhttp; may come in pieces."""
@@ -235,8 +272,9 @@ class Inbound(asyncio.Protocol):
         """Callback of llhttp."""
         self._fields.append((name.lower(), name, value.strip(b" \t")))
 
-    def _begin_body(self, incoming: Incoming, rest: bytes) -> None:
-        length, chunked, expects = _framing(incoming)
+    def _begin_body(self, shape: Shape, rest: bytes) -> None:
+        length, chunked = shape.length, shape.chunked
+        incoming = Incoming(shape)
         limits = self.server.limits
         if length > limits.body:
             raise TooLarge(f"the body is over the limit of {limits.body} bytes")
@@ -257,7 +295,7 @@ class Inbound(asyncio.Protocol):
         self._received = 0
         self._since = self.server.clock()
         self.deadline = self._since + limits.body_seconds
-        if expects and not rest and self.transport is not None:
+        if shape.expects and not rest and self.transport is not None:
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         if rest:
             self._body(rest)
@@ -436,10 +474,10 @@ def _origin(target: bytes) -> bytes:
     raise BadRequest("malformed request target")
 
 
-def _framing(incoming: Incoming) -> tuple[int, bool, bool]:
-    """(content length, chunked, expects 100-continue); sets ``incoming.close``."""
+def _frame(shape: Shape) -> None:
+    """Length, coding and expectation of a request, from its fields alone. Raises `Fault` for what could be read in two ways."""
     length = codings = host = expect = connection = None
-    for low, _, value in incoming.fields:
+    for low, _, value in shape.fields:
         if low not in _FRAMING:
             continue
         if low == b"content-length":
@@ -460,18 +498,18 @@ def _framing(incoming: Incoming) -> tuple[int, bool, bool]:
             expect = value
         else:
             connection = value if connection is None else connection + b"," + value
-    if host is None and not incoming.old:
+    if host is None and not shape.old:
         raise BadRequest("Host is missing")
     if connection is not None:
         options = {option.strip().lower() for option in connection.split(b",")}
         if b"close" in options:
-            incoming.close = True
-        elif incoming.old and b"keep-alive" in options:
-            incoming.close = False
+            shape.close = True
+        elif shape.old and b"keep-alive" in options:
+            shape.close = False
     if codings is not None:
         if length is not None:
             raise BadRequest("both Content-Length and Transfer-Encoding")
-        if incoming.old:
+        if shape.old:
             raise BadRequest("Transfer-Encoding in HTTP/1.0")
         if codings.lower() != b"chunked":
             raise BadRequest("the only transfer coding is chunked")
@@ -482,4 +520,6 @@ def _framing(incoming: Incoming) -> tuple[int, bool, bool]:
         size = int(length)
     if expect is not None and expect.lower() != b"100-continue":
         raise ExpectationFailed("the only expectation is 100-continue")
-    return size, codings is not None, expect is not None and not incoming.old
+    shape.length = size
+    shape.chunked = codings is not None
+    shape.expects = expect is not None and not shape.old

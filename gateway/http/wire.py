@@ -70,31 +70,40 @@ def request_head(
 
     ``keyed``: credentials are the gateway's own, so the client's stop here. A worker's key takes their place.
     """
+    key = (authority, base, worker_key, keyed)
+    start = incoming.memo.get(key)
+    if start is None:
+        start = _request_start(incoming, base, authority, worker_key, keyed)
+        incoming.memo[key] = start
+    assert isinstance(start, bytes)
+    if length or incoming.method in _WITH_BODY:
+        return b"%b%b\r\ncontent-length: %d\r\n\r\n" % (start, request_id, length)
+    return b"%b%b\r\n\r\n" % (start, request_id)
+
+
+_WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
+
+
+def _request_start(incoming: Incoming, base: bytes, authority: bytes, worker_key: str | None, keyed: bool) -> bytes:
+    """The head up to the value of ``x-request-id``."""
     target = base + incoming.path
     if incoming.query:
         target += b"?" + incoming.query
     parts = [incoming.method, b" ", target, b" HTTP/1.1\r\nhost: ", authority, b"\r\naccept-encoding: identity\r\n"]
     strips = keyed or worker_key is not None
     named: set[bytes] = set()
+    for low, _, value in incoming.fields:
+        if low == b"connection":
+            named |= {option.strip().lower() for option in value.split(b",")}
     for low, name, value in incoming.fields:
-        if low in _REQUEST_STOPS:
-            if low == b"connection" and value.lower() not in (b"close", b"keep-alive"):
-                named |= {option.strip().lower() for option in value.split(b",")}
-            continue
-        if low in _CREDENTIALS and strips:
+        if low in _REQUEST_STOPS or low in named or (strips and low in _CREDENTIALS):
             continue
         if low in GUARDED_HEADERS or low.startswith(b"x-override-") or (b"_" in low and _guarded(low)):
             continue
         parts += (name, b": ", value, b"\r\n")
-    if named:
-        return request_head(_without(incoming, named), base, authority, length, request_id, worker_key, keyed)
     if worker_key is not None:
         parts += (b"authorization: Bearer ", worker_key.encode(), b"\r\n")
-    parts += (b"x-request-id: ", request_id)
-    if length or incoming.method in (b"POST", b"PUT", b"PATCH"):
-        parts.append(b"\r\ncontent-length: %d\r\n\r\n" % length)
-    else:
-        parts.append(b"\r\n\r\n")
+    parts.append(b"x-request-id: ")
     return b"".join(parts)
 
 
@@ -102,13 +111,6 @@ def _guarded(low: bytes) -> bool:
     """Servers read ``_`` as ``-`` in field names."""
     plain = low.replace(b"_", b"-")
     return plain in GUARDED_HEADERS or plain.startswith(b"x-override-")
-
-
-def _without(incoming: Incoming, named: set[bytes]) -> Incoming:
-    """The same request without the fields that its ``Connection`` names."""
-    fields = [field for field in incoming.fields if field[0] not in named and field[0] != b"connection"]
-    target = incoming.path + (b"?" + incoming.query if incoming.query else b"")
-    return Incoming(incoming.method, target, fields, incoming.old)
 
 
 def response_head(
