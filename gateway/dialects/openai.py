@@ -269,7 +269,7 @@ def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
                 break
     ends: list[int] = []
     for at, message in enumerate(messages):
-        parts.append(_ROLES.get(message.role) or _role(message.role))
+        parts.append(_ROLES.get(message.role or "") or _role(message.role))
         content = message.content
         if isinstance(content, str) and _extras(message) == _NO_EXTRAS:
             parts.append(content.encode("utf-8", "surrogatepass"))
@@ -300,7 +300,7 @@ def _message(parts: list[bytes | Raw], message: Message, thinks: bool) -> None:
         parts.append(encode(content))
     elif content:
         _content(parts, content)
-    if not isinstance(message.tool_calls, UnsetType) and message.tool_calls != b"null":
+    if not isinstance(message.tool_calls, UnsetType) and bytes(message.tool_calls) != b"null":
         parts += (b"\x00\x04", message.tool_calls)
     if message.tool_call_id is not None:
         parts += (b"\x00\x03", encode(message.tool_call_id))

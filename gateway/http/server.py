@@ -139,7 +139,7 @@ class Inbound(asyncio.Protocol):
         self._fields: list[tuple[bytes, bytes, bytes]] = []
         self._target = b""
         self._shape: Shape | None = None
-        self._shape_key = b""
+        self._shape_key = (b"", 0)
         self._chunked: Chunked | None = None
         self._left = 0
         self._pieces: list[bytes] = []
@@ -223,7 +223,8 @@ class Inbound(asyncio.Protocol):
     def _shape_of(self, head: bytes) -> Shape:
         """The head, read; not again if only its length differs from the one before."""
         found = _LENGTH.search(head)
-        key = head if found is None else head[: found.start(1)] + head[found.end(1) :]
+        # The place of the digits is kept too: a head without any would else look like one whose digits were cut out.
+        key = (head, 0) if found is None else (head[: found.start(1)] + head[found.end(1) :], found.start(1))
         shape = self._shape
         if shape is None or key != self._shape_key:
             shape = self._parse(head)
