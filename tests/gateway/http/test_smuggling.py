@@ -253,6 +253,52 @@ async def test_refused_byte_by_byte(fleet: tuple[Running, Scripted], case: Case)
     assert worker.seen == []
 
 
+LENGTHS = [case.data for case in CASES if case.name.startswith("length ") and case.data.count(b"Content-Length") == 1]
+LENGTHS += [
+    length(value) for value in (b" ", b"\t", b" \x00", b"\x00", b"-", b" +", b" x", b" 15 15", b" " + b"9" * 19)
+]
+
+
+@module_loop
+@pytest.mark.parametrize("before", [b" 15", b"15", b"\t15", b" 15 "])
+async def test_a_bad_length_behind_a_good_request_of_the_same_head(
+    fleet: tuple[Running, Scripted], before: bytes
+) -> None:
+    """What was learned of one head on a connection is not believed of the next, which differs in its length alone."""
+    running, worker = fleet
+    for bad in LENGTHS:
+        worker.seen.clear()
+        async with await Raw.connect(running.port) as client:
+            for _ in range(2):
+                assert (await client.ask(length(before))).status == 200
+            await client.send(bad + request())
+            assert (await client.response()).status == 400, bad
+            assert await client.rest() == b""
+        assert len(worker.seen) == 2
+
+
+@module_loop
+async def test_heads_that_differ_in_one_place_are_told_apart(fleet: tuple[Running, Scripted]) -> None:
+    running, worker = fleet
+    worker.seen.clear()
+    async with await Raw.connect(running.port) as client:
+        for number in range(12):
+            body = BODY[:-1] + b" " * number + b"}"
+            fields = [b"Content-Length: %d\r\n" % len(body), b"X-Tag: %d\r\n" % (number // 3)]
+            assert (await client.ask(post(*fields[:: 1 if number % 2 else -1], body=body))).status == 200
+            assert worker.seen[-1].body == body
+            assert worker.seen[-1].all("x-tag") == [str(number // 3)]
+            assert worker.seen[-1].all("content-length") == [str(len(body))]
+            if number % 4 == 0:
+                expecting = post(b"Content-Length: %d\r\n" % len(body), b"Expect: 100-continue\r\n", body=b"")
+                await client.send(expecting)
+                assert (await client.head()).status == 100
+                assert (await client.ask(body)).status == 200
+        closing = post(SIZED, b"Connection: close\r\n")
+        assert (await client.ask(closing)).one("connection") == "close"
+        assert await client.rest() == b""
+
+
 @module_loop
 async def test_a_refused_request_behind_a_good_one_is_refused_in_its_turn(fleet: tuple[Running, Scripted]) -> None:
     running, worker = fleet
