@@ -249,6 +249,8 @@ class Gateway:
         ask = exchange.ask
         if usage.prompt is not None:
             tally.prompt[0] += usage.prompt
+            if exchange.target is not None:
+                exchange.target.worker.told_cached(usage.cached is not None)
             if usage.cached is not None:
                 tally.cached[0] += usage.cached
                 tally.reported[0] += usage.prompt

@@ -33,6 +33,8 @@ SLOW_START = 30.0
 FIRST_SHARE = 0.1
 FALL = 3
 """Failures in a row after which a worker is down."""
+UNTOLD = 20
+"""Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""
 RISE = 2
 """Probes in a row after which it is ready again."""
 
@@ -175,8 +177,28 @@ class Worker:
         self.answered = 0
         """Requests that it answered as it should."""
         self.ready_since: float | None = None
+        self.untold = 0
+        """Answers in a row whose usage left cached tokens out."""
         self.observed: list[str] = []
         """Codes of `engines.audit` that traffic showed."""
+
+    def told_cached(self, told: bool) -> None:
+        """An answer with usage came, with or without cached tokens: engines do not say otherwise that they leave them out."""
+        if told:
+            if self.untold:
+                self.untold = 0
+                self.observe("usage_details", False)
+        elif self.untold < UNTOLD:
+            self.untold += 1
+            if self.untold == UNTOLD:
+                self.observe("usage_details", True)
+
+    def observe(self, code: str, lacks: bool) -> None:
+        """Traffic shows that it lacks ``code`` of `engines.audit`, or that it does not."""
+        if lacks and code not in self.observed:
+            self.observed.append(code)
+        elif not lacks and code in self.observed:
+            self.observed.remove(code)
 
     @property
     def role(self) -> str:

@@ -27,6 +27,10 @@ from kv_index.radix import RadixIndex
 
 log = logging.getLogger("warmroute")
 
+OBSERVE = 30.0
+"""Seconds between two judgements of what traffic shows of the engines."""
+CHURN = 0.5
+"""Share of a cache that is evicted within that time when it is too small for its sessions."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -82,6 +86,8 @@ class Running:
         self._listener: asyncio.Server | None = None
         self._upkeep: asyncio.Task[None] | None = None
         self._audited: dict[str, list[str]] = {}
+        self._evicted: dict[int, int] = {}
+        self._observe_at = monotonic() + OBSERVE
         for worker in config.workers:
             self.add_worker(
                 WorkerSpec(
@@ -152,8 +158,23 @@ class Running:
             expected = now + TICK
             try:
                 self.gateway.sweep()
+                if now >= self._observe_at:
+                    self._observe_at = now + OBSERVE
+                    self._observe()
             except Exception:
                 self.gateway.defect("upkeep")
+
+    def _observe(self) -> None:
+        """What traffic of the last while shows of each engine."""
+        for worker in self.fleet.workers.values():
+            small = False
+            for target in worker.targets:
+                evicted, capacity = self.index.evicted(target.id), self.index.capacity(target.id)
+                gone = evicted - self._evicted.get(target.id, 0)
+                self._evicted[target.id] = evicted
+                small = small or (capacity is not None and gone > capacity * CHURN)
+            worker.observe("small_cache", small)
+            self._warn(worker)
 
     # -- fleet ------------------------------------------------------------------------------------------------------
 
@@ -169,13 +190,19 @@ class Running:
         self.probe.unwatch(worker)
         names = [target.name for target in worker.targets]
         self.fleet.remove(worker)
+        self._audited.pop(worker.id, None)
         for target in worker.targets:
             self.index.remove(target.id)
+            self._evicted.pop(target.id, None)
         for name in names:
             self.metrics.drop_target(name)
 
     def _described(self, worker: Worker) -> None:
         self.gateway.routing.fit_capacities()
+        self._warn(worker)
+
+    def _warn(self, worker: Worker) -> None:
+        """Log what a worker lacks, once for each change of it."""
         found = audit_lines(worker)
         if self._audited.get(worker.id) != found:
             self._audited[worker.id] = found

@@ -152,7 +152,7 @@ def splice(body: bytes, cut: tuple[str, ...] = (), add: dict[str, bytes] | None 
     """
     try:
         members = _mapping.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from None
     for name in (*cut, *(add or {})):
         members.pop(name, None)
