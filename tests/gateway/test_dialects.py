@@ -321,6 +321,28 @@ async def test_odd_bodies_get_the_worker_s_own_answer_or_4xx(
     assert "warmroute_defects 0" in await admin(running, "/metrics")
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, GENERATE])
+async def test_nesting_of_every_depth_is_served_or_400_also_where_something_is_spliced(
+    gateway: Begin, scripted: StartScripted, path: str
+) -> None:
+    """Each reader has its own depth at which it gives up; none may be reached behind another that did not."""
+    running = await gateway(await scripted(), change=aliased, policy="cache_aware")
+    statuses: dict[bytes, list[int]] = {}
+    async with await Raw.connect(running.port) as client:
+        for depth in (*range(1, 900, 60), *range(900, 1010)):
+            deep = b'"x":' + b"[" * depth + b"]" * depth
+            for start in (
+                b'"model":"default",',
+                b'"model":"sim","bootstrap_room":1,',
+                b'"model":"default","stream":0,',
+            ):
+                answer = await client.ask(request(b"{" + start + deep + b"}", path=path))
+                statuses.setdefault(start, []).append(answer.status)
+    for start, found in statuses.items():
+        assert set(found) == {200, 400}, start
+        assert found == sorted(found)
+
+
 @pytest.mark.parametrize(
     ("dialect", "path"),
     [("vllm", CHAT), ("vllm", "/v1/completions"), ("vllm", MESSAGES), ("sglang", GENERATE), ("vllm", "/v1/responses")],
