@@ -11,7 +11,6 @@ estimate says so.
 
 from __future__ import annotations
 
-import heapq
 import ssl
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +32,8 @@ SLOW_START = 30.0
 FIRST_SHARE = 0.1
 FALL = 3
 """Failures in a row after which a worker is down."""
+WHEEL = 20
+"""Slots a second in which estimates end."""
 UNTOLD = 20
 """Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""
 RISE = 2
@@ -238,8 +239,9 @@ class Fleet:
         """Model -> when a ready worker last listed it: tells 404 from 503."""
         self._ids = count()
         self._views: dict[str | None, View | None] = {}
-        self._estimates: list[tuple[float, int, Charge]] = []
-        self._serial = count()
+        self._due: dict[int, list[Charge]] = {}
+        """Slot of `WHEEL` -> unstreamed requests whose prefill is over by then, as far as can be estimated."""
+        self._settled = 0
         self._started = clock()
 
     # -- membership -------------------------------------------------------------------------------------------------
@@ -389,7 +391,8 @@ class Fleet:
         target.charged += seconds
         target.wait = target.charged + target.queued
         if not streamed:
-            heapq.heappush(self._estimates, (self.clock() + target.wait, next(self._serial), charge))
+            due = int((self.clock() + target.wait) * WHEEL) + 1
+            self._due.setdefault(due, []).append(charge)
         return charge
 
     def first_byte(self, charge: Charge) -> None:
@@ -420,11 +423,14 @@ class Fleet:
 
     def settle_estimates(self, now: float) -> None:
         """End the prefill part of unstreamed requests whose estimate has passed."""
-        estimates = self._estimates
-        while estimates and estimates[0][0] <= now:
-            charge = heapq.heappop(estimates)[2]
-            if not charge.ended:
-                self.first_byte(charge)
+        slot = int(now * WHEEL)
+        if slot == self._settled:
+            return
+        self._settled = slot
+        for passed in [at for at in self._due if at <= slot]:
+            for charge in self._due.pop(passed):
+                if not charge.ended:
+                    self.first_byte(charge)
 
     # -- what requests and probes show ------------------------------------------------------------------------------
 

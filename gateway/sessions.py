@@ -195,7 +195,7 @@ class Sessions:
         view = memoryview(prompt.text)
         session = None
         if prompt.messages > 1:
-            for mark in reversed(prompt.marks()[:-1]):
+            for mark in prompt.earlier_ends():
                 session = self._ends.get(xxh3_128_digest(view[:mark], scope))
                 if session is not None:
                     break

@@ -4,7 +4,7 @@ A dialect is an object called ``DIALECT`` in a module of this package. It lists 
 Reading is one typed decode; the body itself is never serialised again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import NamedTuple, Protocol
@@ -27,12 +27,16 @@ MARKS = 8
 
 
 class Prompt:
-    """The canonical prompt, in the order in which a chat template renders it."""
+    """The canonical prompt, in the order in which a chat template renders it.
+
+    ``parts`` are the pieces that ``text`` is joined from; ``ends[n]`` is how many of them make the first n + 1 messages,
+    and the last message ends the prompt.
+    """
 
     __slots__ = ("_ends", "_parts", "text")
 
-    def __init__(self, parts: list[bytes | Raw], ends: list[int]) -> None:
-        self.text = b"".join(parts)
+    def __init__(self, parts: Sequence[bytes | Raw | str], ends: Sequence[int], text: bytes | None = None) -> None:
+        self.text = b"".join(parts) if text is None else text  # type: ignore[arg-type]
         self._parts = parts
         self._ends = ends
 
@@ -41,22 +45,25 @@ class Prompt:
         """How many messages it has."""
         return len(self._ends)
 
-    def marks(self) -> list[int]:
-        """Offsets in ``text`` at which the last `MARKS` + 1 messages end, ascending; empty without messages.
+    def earlier_ends(self) -> Iterator[int]:
+        """Offsets in ``text`` at which the `MARKS` messages before the last end, the latest first.
 
-        ``text`` up to a mark does not depend on what follows it, as long as no thinking is dropped before it.
+        ``text`` up to there does not depend on what follows it, as long as no thinking is dropped before it.
         """
         ends = self._ends
-        if not ends:
-            return []
+        if len(ends) < 2:
+            return
         offset, end = len(self.text), ends[-1]
-        found = [offset]
         for start in ends[-2 : -MARKS - 2 : -1]:
-            offset -= sum([len(memoryview(part)) for part in self._parts[start:end]])
+            offset -= sum([_size(part) for part in self._parts[start:end]])
             end = start
-            found.append(offset)
-        found.reverse()
-        return found
+            yield offset
+
+
+def _size(part: bytes | Raw | str) -> int:
+    if isinstance(part, str):
+        return len(part) if part.isascii() else len(part.encode("utf-8", "surrogatepass"))
+    return len(memoryview(part))
 
 
 class Route(NamedTuple):

@@ -24,7 +24,7 @@ BILLING = "x-anthropic-billing-header:"
 """A line that Claude Code puts first and changes on every request; engines strip it, so must the key."""
 
 
-class Block(msgspec.Struct):
+class Block(msgspec.Struct, gc=False):
     """One content block; ``cache_control`` is left out on purpose, for clients move it from turn to turn."""
 
     type: str | None = None
@@ -38,7 +38,7 @@ class Block(msgspec.Struct):
     source: Field = UNSET
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, gc=False):
     """One message."""
 
     role: str | None = None

@@ -23,7 +23,7 @@ from gateway.errors import Fault
 from gateway.http.sse import payload
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, gc=False):
     """One piece of a message's content."""
 
     type: str | None = None
@@ -35,7 +35,7 @@ class Part(msgspec.Struct):
     file: Field = UNSET
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, gc=False):
     """One chat message; what is not read here does not reach the prompt in any template that we know."""
 
     role: str | None = None
@@ -261,6 +261,9 @@ def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
         if not isinstance(field, UnsetType):
             parts += (b"\x00\x01", field)
     messages = chat.messages or []
+    plain = _plain(parts, messages)
+    if plain is not None:
+        return plain
     last_user = 0
     if not keeps_thinking:
         for at in range(len(messages) - 1, 0, -1):
@@ -279,11 +282,26 @@ def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
     return Prompt(parts, ends)
 
 
+def _plain(head: list[bytes | Raw], messages: list[Message]) -> Prompt | None:
+    """The prompt when every message is a known role and a text, as most are: no step for each message but a join's."""
+    if [*map(_extras, messages)].count(_NO_EXTRAS) != len(messages):
+        return None
+    try:
+        parts = [part for message in messages for part in (_PLAIN_ROLES[message.role], message.content)]
+        text = "".join(parts)  # type: ignore[arg-type]
+    except (KeyError, TypeError):
+        return None
+    whole = b"".join(head) + text.encode("utf-8", "surrogatepass")
+    # The head counts as part of the first message.
+    return Prompt(parts, range(2, len(parts) + 1, 2), whole)  # type: ignore[arg-type]
+
+
 def _role(role: str | None) -> bytes:
     return b"\x00\x02" + encode(role or "") + b"\x00\x03"
 
 
 _ROLES = {role: _role(role) for role in ("system", "developer", "user", "assistant", "tool")}
+_PLAIN_ROLES: dict[str | None, str] = {role: start.decode() for role, start in _ROLES.items()}
 _extras = attrgetter("name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
 _NO_EXTRAS = (None, None, None, UNSET, None)
 
