@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import count
@@ -43,6 +44,9 @@ from policies.base import Choice
 log = logging.getLogger("warmroute")
 
 OPAQUE = Route("passthrough", generates=False, opaque=True, methods=())
+STORED = Route("stored", generates=False, opaque=True, methods=(b"GET", b"DELETE"))
+STORED_CANCEL = Route("stored", generates=False, opaque=True, methods=(b"POST",))
+_STORED = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel|/input_items)?")
 RESERVE = 10.0
 """Retries that are always allowed, whatever the budget."""
 PINS = 100_000
@@ -94,8 +98,8 @@ class Gateway:
         self.defects = 0
         self._boot = urandom(6).hex().encode()
         self._serial = count()
-        self._pins: OrderedDict[str, str] = OrderedDict()
-        """Id of a stored response -> worker id."""
+        self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """(tenant, id of a stored response) -> worker id."""
         self._own = {b"/healthz": self._healthz, b"/readyz": self._readyz, b"/v1/models": self._models}
         self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
         self._gauges()
@@ -118,7 +122,7 @@ class Gateway:
                 raise NotFound(f"there is no {_show(incoming.path)} here")
             dialect, route = found
             if route.methods and incoming.method not in route.methods:
-                raise WrongMethod(f"{_show(incoming.path)} takes {b', '.join(route.methods).decode()}")
+                raise WrongMethod(_show(incoming.path), b", ".join(route.methods).decode())
             self._exchange(incoming, client, dialect, route, request_id, started)
         except Fault as fault:
             self._count_refusal(fault)
@@ -136,6 +140,8 @@ class Gateway:
         named = incoming.named
         tenant = self.tenants.of(named)
         reading = self._read(incoming, dialect, route)
+        if route.kind == "stored" and (tenant.name, reading.previous or "") not in self._pins:
+            raise NotFound(f"no response {reading.previous!r} is known here")
         ask = self.routing.ask(tenant, reading, named, draw_of(request_id), started, memo=incoming.memo)
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.start()
@@ -147,9 +153,7 @@ class Gateway:
             reading.opaque = True
             reading.model = _multipart_model(incoming) if route.opaque else None
             if route.kind == "stored":
-                reading.previous = incoming.path.split(b"/")[3].decode("ascii", "replace")
-                if reading.previous not in self._pins:
-                    raise NotFound(f"no response {reading.previous!r} is known here")
+                reading.previous = incoming.path.split(b"/")[3].decode()
             return reading
         return dialect.read(route, incoming.body)
 
@@ -166,20 +170,15 @@ class Gateway:
 
     def _stored(self, path: bytes) -> tuple[Dialect, Route] | None:
         """Routes below ``/v1/responses/``."""
-        if path.startswith(b"/v1/responses/"):
-            rest = path[len(b"/v1/responses/") :]
-            if rest and (b"/" not in rest or rest.endswith((b"/cancel", b"/input_items"))):
-                return self.fallback, Route(
-                    "stored", generates=False, opaque=True, methods=(b"GET", b"DELETE", b"POST")
-                )
-        return None
+        found = _STORED.fullmatch(path)
+        return None if found is None else (self.fallback, STORED_CANCEL if found[2] == b"/cancel" else STORED)
 
     def pinned(self, ask: Ask, tried: set[int], now: float) -> Choice | None:
         """The choice where state lives on one worker: a stored response that this request goes on from or names."""
         previous = ask.reading.previous
         if previous is None:
             return None
-        worker_id = self._pins.get(previous)
+        worker_id = self._pins.get((ask.tenant.name, previous))
         if worker_id is None:
             return None
         worker = self.fleet.workers.get(worker_id)
@@ -269,7 +268,7 @@ class Gateway:
     def _remember_response(self, exchange: Exchange, target: Target) -> None:
         found = _response_id(b"".join(exchange.tail))
         if found is not None:
-            self._pins[found] = target.worker.id
+            self._pins[exchange.ask.tenant.name, found] = target.worker.id
             if len(self._pins) > PINS:
                 self._pins.popitem(last=False)
 
@@ -322,15 +321,18 @@ class Gateway:
             extra += b"retry-after: %d\r\n" % max(1, round(fault.retry_after))
         elif fault.status in (429, 503):
             extra += b"retry-after: 1\r\n"
+        if isinstance(fault, WrongMethod):
+            extra += b"allow: %b\r\n" % fault.allowed.encode()
         if fault.status == 401:
             extra += b"www-authenticate: Bearer\r\n"
         return wire.whole(fault.status, dialect.error(fault), incoming, extra)
 
-    def _render(self, fault: Fault) -> bytes:
+    def _render(self, fault: Fault, path: bytes) -> bytes:
+        dialect, _ = self.routes.get(path, (self.fallback, None))
         refused = Incoming(Shape(b"POST", b"/", [], False))
         refused.close = True
         extra = b"retry-after: %d\r\n" % fault.retry_after if fault.retry_after else b""
-        return wire.whole(fault.status, self.fallback.error(fault), refused, extra)
+        return wire.whole(fault.status, dialect.error(fault), refused, extra)
 
     def _count_refusal(self, fault: Fault) -> None:
         self.metrics.refused.add((str(fault.status),))
@@ -354,7 +356,7 @@ class Gateway:
 
     def _models(self, incoming: Incoming) -> bytes:
         if incoming.method not in (b"GET", b"HEAD"):
-            raise WrongMethod("/v1/models takes GET")
+            raise WrongMethod("/v1/models", "GET, HEAD")
         tenant = self.tenants.of(incoming.named)
         return wire.whole(200, models_body(self.fleet, self.options.aliases, tenant.models), incoming)
 

@@ -65,9 +65,13 @@ class NotFound(ClientFault):
 
 
 class WrongMethod(ClientFault):
-    """The path exists, the method does not."""
+    """The path exists, the method does not; ``allowed`` lists those that do."""
 
     status = 405
+
+    def __init__(self, path: str, allowed: str) -> None:
+        super().__init__(f"{path} takes {allowed}")
+        self.allowed = allowed
 
 
 class TimedOut(ClientFault):

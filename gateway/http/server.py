@@ -275,11 +275,10 @@ class Inbound(asyncio.Protocol):
 
     def _begin_body(self, shape: Shape, rest: bytes) -> None:
         length, chunked = shape.length, shape.chunked
-        incoming = Incoming(shape)
+        incoming = self.incoming = Incoming(shape)
         limits = self.server.limits
         if length > limits.body:
             raise TooLarge(f"the body is over the limit of {limits.body} bytes")
-        self.incoming = incoming
         if not length and not chunked:
             self.buffer = rest
             self._dispatch(incoming)
@@ -394,7 +393,8 @@ class Inbound(asyncio.Protocol):
         self._chunked = None
         self.deadline = self.server.clock() + self.server.limits.linger_seconds
         self.server.refused(fault)
-        self.send(self.server.render(fault))
+        path = self.incoming.path if self.incoming is not None else b""
+        self.send(self.server.render(fault, path))
         self.server.outbox.flush()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -422,14 +422,14 @@ class Server:
     def __init__(
         self,
         serve: Callable[[Incoming, Inbound], None],
-        render: Callable[[Fault], bytes],
+        render: Callable[[Fault, bytes], bytes],
         limits: Inward | None = None,
         refused: Callable[[Fault], None] = lambda fault: None,
         outbox: Outbox | None = None,
     ) -> None:
         self.serve = serve
         self.render = render
-        """A whole response, head and body, ``connection: close``."""
+        """A whole response to a request for that path (empty if it is not known), head and body, ``connection: close``."""
         self.refused = refused
         self.limits = limits or Inward()
         self.loop = asyncio.get_running_loop()
