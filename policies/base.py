@@ -165,7 +165,7 @@ class Policy(Protocol):
         ...
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
-        """Every candidate with what speaks for and against it, best first."""
+        """Every candidate with what speaks for and against it, the chosen one first."""
         ...
 
 
@@ -175,9 +175,14 @@ class ByLoad:
     needs_prefix = False
     needs_session = False
 
+    def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
+        """The target to use."""
+        raise NotImplementedError
+
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
-        """Candidates, least loaded first; no cost terms."""
-        ranked = sorted(fleet.targets, key=lambda target: target.load)
+        """The chosen one, then the others, least loaded first; no cost terms."""
+        chosen = self.choose(request, fleet, now).target
+        ranked = sorted(fleet.targets, key=lambda target: (target is not chosen, target.load))
         return [Candidate(target, None, request.holdings.get(target.id, 0)) for target in ranked]
 
 

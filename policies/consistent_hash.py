@@ -19,7 +19,7 @@ def bounded(key: int, fleet: Fleet, factor: float) -> tuple[Target, bool]:
 
 
 class ConsistentHash(ByLoad):
-    """Rendezvous hashing of the session (of the prompt's start where there is none), load bounded by a factor."""
+    """Rendezvous hashing of the session (of the request's own draw where there is none), load bounded by a factor."""
 
     name = "consistent_hash"
     needs_session = True

@@ -1,0 +1,105 @@
+"""Targets, fleets and requests for tests of policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from policies.base import Fleet, Rates, Request, Target, affinity
+
+KIND = Rates()
+
+
+def target(id: int, **fields: Any) -> Target:
+    fields.setdefault("rates", KIND)
+    return Target(id, fields.pop("name", f"10.0.0.{id}:8000"), **fields)
+
+
+def fleet(count: int, **fields: Any) -> Fleet:
+    """``count`` equal targets."""
+    return Fleet([target(id, **fields) for id in range(count)])
+
+
+def state(target: Target) -> tuple[Any, ...]:
+    """All that a policy could change."""
+    rates = target.rates
+    return (
+        target.id,
+        target.name,
+        target.wait,
+        target.running,
+        target.foreign,
+        target.busy,
+        target.homes,
+        target.share,
+    ) + (target.seed, rates.base, rates.token, rates.attention, rates.decode)
+
+
+def said(request: Request) -> tuple[Any, ...]:
+    return (request.draw, request.ordinal, request.tokens, dict(request.holdings), request.session, request.home) + (
+        request.siblings,
+        request.prefix,
+    )
+
+
+bits = st.integers(0, 2**64 - 1)
+seconds = st.one_of(st.just(0.0), st.floats(0, 30))
+rates = st.builds(
+    Rates,
+    base=st.floats(1e-4, 1.0),
+    token=st.floats(1e-6, 1e-2),
+    attention=st.floats(0, 1e-7),
+    decode=st.floats(1e-6, 1e-2),
+)
+
+
+@st.composite
+def fleets(draw: st.DrawFn, most: int = 9, equal_rates: bool | None = None, slow: bool | None = None) -> Fleet:
+    """Random fleets: rates equal or not, some targets in slow start or none."""
+    count = draw(st.integers(1, most))
+    same = draw(st.booleans()) if equal_rates is None else equal_rates
+    slowly = draw(st.booleans()) if slow is None else slow
+    kinds = [draw(rates)] if same else draw(st.lists(rates, min_size=1, max_size=3))
+    return Fleet(
+        [
+            target(
+                id * 3,
+                rates=draw(st.sampled_from(kinds)),
+                wait=draw(seconds),
+                running=draw(st.integers(0, 50)),
+                foreign=float(draw(st.integers(0, 20))),
+                busy=float(draw(st.integers(0, 50))),
+                homes=draw(st.integers(0, 40)),
+                share=draw(st.sampled_from([0.1, 0.4, 1.0])) if slowly else 1.0,
+            )
+            for id in range(count)
+        ]
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, fleet: Fleet) -> Request:
+    """Random requests, with holdings of targets that are gone too, and with anything missing."""
+    ids = st.sampled_from([target.id for target in fleet.targets] + [1001])
+    return Request(
+        draw=draw(bits),
+        ordinal=draw(st.integers(0, 10_000)),
+        tokens=draw(st.none() | st.integers(0, 200_000)),
+        holdings=draw(st.dictionaries(ids, st.integers(0, 250_000), max_size=len(fleet.targets) + 1)),
+        session=draw(st.none() | bits),
+        home=draw(st.none() | ids),
+        siblings=draw(st.integers(0, 3)),
+        prefix=draw(st.none() | bits),
+    )
+
+
+@st.composite
+def asked(draw: st.DrawFn, **options: Any) -> tuple[Fleet, Request]:
+    fleet = draw(fleets(**options))
+    return fleet, draw(requests(fleet))
+
+
+def preferred(key: int, fleet: Fleet) -> Target:
+    """Rendezvous: the highest score."""
+    return max(fleet.targets, key=lambda target: affinity(key, target))
