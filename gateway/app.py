@@ -80,6 +80,9 @@ class Gateway:
         self.tenants = tenants
         self.options = options
         self.routing = Routing(fleet, sessions, index, metrics, options)
+        policies = [options.default(), *options.policies.values(), *tenants.policies()]
+        self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
+        """No policy here wants prompts."""
         self.limits_in = limits_in or Inward()
         self.limits_out = limits_out or Outward()
         self.attempts = attempts
@@ -155,7 +158,7 @@ class Gateway:
             if route.kind == "stored":
                 reading.previous = incoming.path.split(b"/")[3].decode()
             return reading
-        return dialect.read(route, incoming.body)
+        return dialect.read(route, incoming.body, self._light)
 
     def dry_run(self, path: bytes, body: bytes, named: Mapping[bytes, bytes], draw: int) -> dict[str, object]:
         """What would be chosen for this body and why. Raises `Fault`; changes nothing."""

@@ -124,7 +124,8 @@ class Exchange:
         self.status = 0
         self.sse = False
         self.sized = False
-        self.paused = False
+        self.paused = client.slow
+        """The client does not take what there is; it may still be at the answer before this one."""
         self.error: Fault | None = None
         self.bytes_in = 0
         self.tail: deque[bytes] = deque(maxlen=4)
@@ -336,6 +337,9 @@ class Exchange:
     def response_end(self) -> None:
         """The worker's answer is complete."""
         connection, self.connection = self.connection, None
+        if self.paused and connection is not None:
+            # It goes back to the pool, where it must see the worker close, and then the next answer.
+            connection.ready()
         if self.phase == REFUSED:
             self._refused()
         elif self.phase == PEEKING:

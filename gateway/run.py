@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import resource
@@ -27,6 +28,8 @@ from kv_index.radix import RadixIndex
 
 log = logging.getLogger("warmroute")
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's ``malloc.h``."""
 OBSERVE = 30.0
 """Seconds between two judgements of what traffic shows of the engines."""
 CHURN = 0.5
@@ -263,6 +266,17 @@ def make_options(config: Config) -> Options:
     )
 
 
+def keep_heap() -> None:
+    """Have glibc keep freed memory: handing a prompt's buffers back to the kernel and faulting them in again for the next
+    request costs as much as parsing it. Up to 64 MiB stay; blocks over 4 MiB still go back. Elsewhere nothing happens."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    for parameter, value in ((M_TRIM_THRESHOLD, 64 * 1024 * 1024), (M_MMAP_THRESHOLD, 4 * 1024 * 1024)):
+        mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
+
+
 async def serve(config: Config) -> None:
     """Run until SIGTERM or SIGINT; a second one ends at once."""
     running = Running(config)
@@ -271,6 +285,7 @@ async def serve(config: Config) -> None:
     # the index for every few hundred requests would be the dearest part of the gateway.
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+    keep_heap()
     log.info(
         "listening on %s:%d, admin on %s:%d", config.listen.host, running.port, config.admin.host, running.admin.port
     )

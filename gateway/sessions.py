@@ -136,7 +136,9 @@ class Sessions:
         if value is not None:
             return Found("sticky", value)
         if reading.conversation is not None:
-            return Found("conversation", reading.conversation.encode("utf-8", "replace")[:LONGEST])
+            value = _clean(reading.conversation.encode("utf-8", "replace"))
+            if value is not None:
+                return Found("conversation", value)
         if fields:
             value = _clean(fields.get(b"x-session-id"))
             if value is not None:
@@ -202,17 +204,20 @@ class Sessions:
         elif not prompt.messages:
             return None
         if session is None:
-            self._made += 1
+            # A dry run sees the very session that the next request would make, and leaves it to be made.
             key = xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
             session = Session(key, "content", tenant, model, xxh3_64_intdigest(key))
             if not dry:
+                self._made += 1
                 self._add(session)
         if not dry:
             self._touch(session, now)
         return session
 
     def remember_content(self, session: Session, prompt: Prompt, scope: int) -> None:
-        """Make ``session`` findable by what it said so far."""
+        """Make ``session`` findable by what it said so far; one that was forgotten meanwhile stays so."""
+        if self._sessions.get(session.key) is not session:
+            return
         end = xxh3_128_digest(prompt.text, scope)
         if end in session.ends:
             return
@@ -227,8 +232,8 @@ class Sessions:
     # -- homes and life ---------------------------------------------------------------------------------------------
 
     def bind(self, session: Session, target: int) -> None:
-        """``target`` is the session's home from now on."""
-        if session.home == target:
+        """``target`` is the session's home from now on; one that was forgotten meanwhile gets none."""
+        if session.home == target or self._sessions.get(session.key) is not session:
             return
         if session.home is not None:
             self._homes(session.home, -1)

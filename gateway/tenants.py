@@ -58,6 +58,11 @@ class Tenants:
         """Whether credentials are ours to read, and so must not reach a worker."""
         return bool(self._by_digest)
 
+    def policies(self) -> list[Policy]:
+        """Policies that tenants have of their own."""
+        tenants = [*self._by_digest.values(), *([self.anonymous] if self.anonymous else [])]
+        return [tenant.policy for tenant in tenants if tenant.policy is not None]
+
     def of(self, named: Mapping[bytes, bytes]) -> Tenant:
         """The tenant of a request. Raises `Unauthorized`."""
         if not self._by_digest:

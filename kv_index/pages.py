@@ -7,8 +7,9 @@ by its place in the index, not by the hash.
 The last, partly filled page has no symbol: engines cache whole blocks and a hit never covers the last token.
 """
 
-from itertools import starmap
-from struct import iter_unpack
+from collections.abc import Callable
+from functools import lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
@@ -57,6 +58,18 @@ def paginate(prompt: bytes, previous: Pages | None = None, page: int = TEXT_PAGE
             if covered == end:
                 return previous
             start, head = covered, previous.symbols
-    # No loop of ours: a page costs its hash and a call from C.
-    symbols = head + b"".join(starmap(xxh3_64_digest, iter_unpack(f"{page}s", view[start:])))
+    # No loop of ours: a page costs a copy and its hash, both called from C.
+    symbols = head
+    for at in range(start, end, LONGEST_CUT * page):
+        some = view[at : at + LONGEST_CUT * page]
+        symbols += b"".join(map(xxh3_64_digest, _cutter(len(some) // page, page)(some)))
     return Pages(symbols, end, xxh3_128_digest(view))
+
+
+LONGEST_CUT = 512
+"""Pages that are cut at once; bounds how many cutters there can be."""
+
+
+@lru_cache(maxsize=2 * LONGEST_CUT)
+def _cutter(pages: int, page: int) -> Callable[[memoryview], tuple[bytes, ...]]:
+    return Struct(f"{page}s" * pages).unpack

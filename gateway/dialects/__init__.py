@@ -118,8 +118,11 @@ class Dialect(Protocol):
     name: str
     routes: Mapping[bytes, Route]
 
-    def read(self, route: Route, body: bytes) -> Reading:
-        """Read a body. Raises `BadRequest` only for what no engine could read."""
+    def read(self, route: Route, body: bytes, light: bool = False) -> Reading:
+        """Read a body. Raises `BadRequest` only for what no engine could read.
+
+        ``light``: nobody is expected to ask for the prompt, so reading it may wait until somebody does.
+        """
         ...
 
     def error(self, fault: Fault) -> bytes:

@@ -67,7 +67,7 @@ class Anthropic:
         b"/v1/messages/count_tokens": Route("count_tokens", generates=False),
     }
 
-    def read(self, route: Route, body: bytes) -> Reading:
+    def read(self, route: Route, body: bytes, light: bool = False) -> Reading:
         """One typed decode; a body of unexpected types is routed by its raw bytes."""
         reading = Reading()
         try:

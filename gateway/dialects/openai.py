@@ -107,10 +107,11 @@ class OpenAI:
         b"/v1/files": Route("files", generates=False, opaque=True, methods=(b"POST", b"GET")),
     }
 
-    def read(self, route: Route, body: bytes) -> Reading:
+    def read(self, route: Route, body: bytes, light: bool = False) -> Reading:
         """One typed decode; a body of unexpected types is routed by its raw messages."""
         reading = Reading()
-        decoder: msgspec.json.Decoder[Any] = _DECODERS.get(route.kind, _common)
+        late = light and route.kind == "chat"
+        decoder: msgspec.json.Decoder[Any] = _common if late else _DECODERS.get(route.kind, _common)
         try:
             common = decoder.decode(body)
         except msgspec.ValidationError as problem:
@@ -127,7 +128,9 @@ class OpenAI:
         if not route.generates:
             return reading
         reading.namespace = namespace_of(common)
-        if isinstance(common, Chat):
+        if late:
+            reading.make_prompt = lambda keeps: _late_prompt(body, keeps)
+        elif isinstance(common, Chat):
             reading.make_prompt = lambda keeps: chat_prompt(common, keeps)
         elif isinstance(common, Responses):
             reading.previous = text_of(common.previous_response_id)
@@ -252,6 +255,13 @@ def _conversation(field: Field) -> str | None:
     except msgspec.DecodeError:
         return None
     return value.get("id") if isinstance(value, dict) and isinstance(value.get("id"), str) else None
+
+
+def _late_prompt(body: bytes, keeps_thinking: bool) -> Prompt:
+    try:
+        return chat_prompt(_chat.decode(body), keeps_thinking)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Prompt([body], [])
 
 
 def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:

@@ -27,7 +27,7 @@ class SGLang:
     name = "sglang"
     routes = {b"/generate": Route("generate")}
 
-    def read(self, route: Route, body: bytes) -> Reading:
+    def read(self, route: Route, body: bytes, light: bool = False) -> Reading:
         """One typed decode; batches are routed by their first prompt."""
         reading = Reading()
         try:
