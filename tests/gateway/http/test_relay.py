@@ -362,6 +362,31 @@ async def test_a_slow_client_stops_the_worker_and_not_its_neighbours(gateway: Be
     await settled(running)
 
 
+async def test_a_slow_client_holds_back_the_answers_it_pipelined_too(gateway: Begin, scripted: StartScripted) -> None:
+    """Each answer is small; the next one begins while the client has not taken the one before."""
+
+    async def sized(seen: Seen) -> None:
+        await seen.write(ok(b"x" * 100_000, b"X-Tag: " + seen.all("x-tag")[0].encode()))
+
+    worker = await scripted(sized)
+    running = await gateway(worker)
+    async with await Raw.connect(running.port, receive_buffer=65536) as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.send(b"".join(request(chat(), f"X-Tag: {number}") for number in range(400)))
+        before = -1
+        while before != len(worker.seen):
+            before = len(worker.seen)
+            await asyncio.sleep(0.1)
+        assert 1 < before < 200, "20 MB would be more than the sockets hold"
+        assert (await once(running.port, request(chat(), "X-Tag: other"))).one("x-tag") == "other"
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for number in range(400):
+            answer = await client.response()
+            assert (answer.one("x-tag"), len(answer.body)) == (str(number), 100_000)
+    await settled(running)
+    assert worker.connections < 8
+
+
 def resident(pid: int) -> int:
     """Bytes of memory that a process holds."""
     text = Path(f"/proc/{pid}/status").read_text()

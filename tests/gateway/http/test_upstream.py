@@ -738,6 +738,8 @@ async def test_a_second_answer_to_one_request_poisons_nobody(
         for number in range(4):
             answer = await client.ask(request(chat(), f"X-Request-Id: id-{number}"))
             assert (answer.status, answer.json()) == (200, {"for": f"id-{number}"})
+            assert answer.one("content-type") == "application/json"
+            assert answer.one("content-length") == str(len(answer.body))
             await asyncio.sleep(pause * 2)
     assert len({seen.connection for seen in worker.seen}) == 4
 
