@@ -175,8 +175,15 @@ class Inbound(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.slow = False
+        limits = self.server.limits
         if self.phase == BUSY:
             self.deadline = inf
+        elif self.phase in (IDLE, HEAD):
+            wait = limits.idle_seconds if self.phase == IDLE else limits.head_seconds
+            self.deadline = self.server.clock() + wait
+            if self.buffer and self.transport is not None:
+                self.transport.resume_reading()
+                self.loop.call_soon(self._resume)
         if self.owner is not None:
             self.owner.client_ready()
 
@@ -184,9 +191,10 @@ class Inbound(asyncio.Protocol):
         phase = self.phase
         if phase == BODY:
             self._body(data)
-        elif phase in (IDLE, HEAD):
+        elif phase in (IDLE, HEAD) and not self.slow:
             self._head(self.buffer + data if self.buffer else data)
-        elif phase == BUSY:
+        elif phase in (IDLE, HEAD, BUSY):
+            # Whoever does not take the answers that there are gets no more of them.
             self.buffer += data
             if len(self.buffer) > self.server.limits.pipelined and self.transport is not None:
                 self.transport.pause_reading()
@@ -365,7 +373,7 @@ class Inbound(asyncio.Protocol):
             self.loop.call_soon(self._resume)
 
     def _resume(self) -> None:
-        if self.phase == IDLE and self.buffer:
+        if self.phase in (IDLE, HEAD) and self.buffer and not self.slow:
             self._head(self.buffer)
 
     def shut(self) -> None:

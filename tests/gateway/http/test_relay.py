@@ -387,6 +387,36 @@ async def test_a_slow_client_holds_back_the_answers_it_pipelined_too(gateway: Be
     assert worker.connections < 8
 
 
+async def test_a_client_that_asks_and_never_reads_is_not_answered_without_bound(
+    gateway: Begin, scripted: StartScripted
+) -> None:
+    """The gateway's own answers: there is no worker to hold back, so the asking is."""
+    running = await gateway(await scripted(models=tuple(f"model-{number}" for number in range(200))))
+    one = request(path="/v1/models", method="GET")
+    async with await Raw.connect(running.port, receive_buffer=65536) as client:
+        size = len((await client.ask(one)).body)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        sent = 0
+        try:
+            while sent < 40_000_000 // size:
+                client.writer.write(one * 20)
+                await asyncio.wait_for(client.writer.drain(), 0.5)
+                sent += 20
+        except TimeoutError:
+            pass
+        (connection,) = running.gateway.server.connections
+        assert connection.transport is not None
+        buffered = -1
+        while buffered != connection.transport.get_write_buffer_size():
+            buffered = connection.transport.get_write_buffer_size()
+            await asyncio.sleep(0.05)
+        assert buffered < 1_000_000
+        assert (await once(running.port, one)).status == 200
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(sent):
+            assert len((await client.response()).body) == size
+
+
 def resident(pid: int) -> int:
     """Bytes of memory that a process holds."""
     text = Path(f"/proc/{pid}/status").read_text()
