@@ -23,24 +23,11 @@ def fleet(count: int, **fields: Any) -> Fleet:
 
 def state(target: Target) -> tuple[Any, ...]:
     """All that a policy could change."""
-    rates = target.rates
-    return (
-        target.id,
-        target.name,
-        target.wait,
-        target.running,
-        target.foreign,
-        target.busy,
-        target.homes,
-        target.share,
-    ) + (target.seed, rates.base, rates.token, rates.attention, rates.decode)
+    return tuple(getattr(each, slot) for each in (target, target.rates) for slot in type(each).__slots__)
 
 
 def said(request: Request) -> tuple[Any, ...]:
-    return (request.draw, request.ordinal, request.tokens, dict(request.holdings), request.session, request.home) + (
-        request.siblings,
-        request.prefix,
-    )
+    return (dict(request.holdings), *(getattr(request, slot) for slot in Request.__slots__))
 
 
 bits = st.integers(0, 2**64 - 1)

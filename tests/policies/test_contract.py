@@ -51,7 +51,7 @@ def test_choosing_twice_gives_the_same_and_changes_nothing(name: str, data: st.D
     assert [state(each) for each in targets.targets] == before
     assert said(request) == words
     assert any(first.target is each for each in targets.targets), "a candidate of the fleet"
-    assert [row.target for row in rows][0] is first.target, "the chosen one is explained first"
+    assert next(row.target for row in rows) is first.target, "the chosen one is explained first"
     assert sorted(row.target.id for row in rows) == sorted(each.id for each in targets.targets)
     for row in rows:
         assert row.holding == request.holdings.get(row.target.id, 0)
