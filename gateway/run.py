@@ -292,18 +292,21 @@ async def serve(config: Config) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = 0
+    wanted: float | None = None
 
-    def asked() -> None:
-        nonlocal signals
+    def asked(pause: float | None) -> None:
+        nonlocal signals, wanted
         signals += 1
+        wanted = pause
         stop.set()
         if signals > 1:
             for exchange in list(running.gateway.exchanges):
                 exchange.client.abort()
                 exchange.client_gone()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked)
+    loop.add_signal_handler(signal.SIGTERM, asked, None)
+    # Somebody at a terminal has no balancer that must notice first.
+    loop.add_signal_handler(signal.SIGINT, asked, 0.0)
     await stop.wait()
     log.info("draining: %d requests are running", len(running.gateway.exchanges))
-    await running.stop()
+    await running.stop(wanted)

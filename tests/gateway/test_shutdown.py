@@ -80,7 +80,8 @@ async def test_a_second_signal_ends_at_once(engine: StartEngine, tmp_path: Path)
     async with httpx.AsyncClient(timeout=60) as client:
         await ready(client, port)
         async with client.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as stream:
-            await anext(stream.aiter_lines())
+            lines = stream.aiter_lines()
+            await anext(lines)
             process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.2)
             process.send_signal(signal.SIGTERM)
