@@ -214,7 +214,9 @@ class Routing:
         if depth:
             scale = TEXT_PAGE * count / size
             most = count - 1
-            holdings = {target: min(int(pages * scale), most) for target, pages in depth.items()}
+            # Many hold the same shared start: as few conversions as there are depths.
+            counts = {pages: min(int(pages * scale), most) for pages in set(depth.values())}
+            holdings = {target: counts[pages] for target, pages in depth.items()}
             if session is not None and session.tail_target is not None:
                 self._open_tail(session, symbols, depth, holdings, most)
             request.holdings = holdings

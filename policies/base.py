@@ -189,19 +189,21 @@ class ByLoad:
 _MASK = (1 << 64) - 1
 
 
-def affinity(key: int, target: Target) -> int:
-    """Rendezvous score of ``key`` on ``target``: highest wins; moves 1/n of the keys when one of n targets leaves.
+def affinities(key: int, targets: Iterable[Target]) -> list[int]:
+    """Rendezvous scores of ``key`` on each of ``targets``: highest wins; of n targets one that leaves moves 1/n of the keys.
 
-    Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+    Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998; the mixer is two rounds of xor-shift
+    and multiplication.
     """
-    mixed = (key ^ target.seed) * 0x9E3779B97F4A7C15 & _MASK
-    mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & _MASK
-    return mixed ^ mixed >> 32
+    first = [(key ^ target.seed) * 0x9E3779B97F4A7C15 & _MASK for target in targets]
+    second = [(mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & _MASK for mixed in first]
+    return [mixed ^ mixed >> 32 for mixed in second]
 
 
-def rendezvous(key: int, targets: Iterable[Target]) -> Target:
-    """The target of highest `affinity`."""
-    return max(targets, key=lambda target: affinity(key, target))
+def rendezvous(key: int, targets: Sequence[Target]) -> Target:
+    """The target of the highest of `affinities`."""
+    scores = affinities(key, targets)
+    return targets[scores.index(max(scores))]
 
 
 class UnknownPolicy(ValueError):

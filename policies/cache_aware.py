@@ -7,9 +7,12 @@ prefill. A prefix that every candidate holds makes all of them cheaper by the sa
 
 from collections.abc import Sequence
 from math import inf
+from operator import attrgetter
 
-from policies.base import Candidate, Choice, Fleet, Request, Target, affinity, number
+from policies.base import Candidate, Choice, Fleet, Request, Target, affinities, number
 from policies.cost import interference, terms, turn
+
+_homes = attrgetter("homes")
 
 
 class CacheAware:
@@ -25,7 +28,7 @@ class CacheAware:
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Costs one pass over the candidates, plus the terms of the best two."""
         targets = fleet.targets
-        least = min([target.homes for target in targets]) if request.session is not None else None
+        least = min(map(_homes, targets)) if request.session is not None else None
         costs = _at_once(request, fleet, least) if fleet.uniform else [terms(request, t, least).total for t in targets]
         best = _cheapest(costs, targets, request.key)
         home = None if request.home is None else fleet.positions.get(request.home)
@@ -66,8 +69,11 @@ def _at_once(request: Request, fleet: Fleet, least_homes: int | None) -> list[fl
     targets, holdings, positions = fleet.targets, request.holdings, fleet.positions
     tokens = request.tokens or 0
     rates = targets[0].rates
-    shared = min([holdings.get(target.id, 0) for target in targets]) if len(holdings) >= len(targets) else 0
-    shared = min(shared, tokens)
+    shared = 0
+    if holdings.keys() == positions.keys():
+        shared = min(min(holdings.values()), tokens)
+    elif len(holdings) > len(targets):
+        shared = min(min([holdings.get(target.id, 0) for target in targets]), tokens)
     prefill = rates.prefill(tokens - shared, shared)
     drag = interference(rates, prefill)
     if least_homes is None:
@@ -77,9 +83,9 @@ def _at_once(request: Request, fleet: Fleet, least_homes: int | None) -> list[fl
         one_turn = turn(rates)
         fixed = prefill - least_homes * one_turn
         costs = [target.wait + target.busy * drag + target.homes * one_turn + fixed for target in targets]
-    for id_, held in holdings.items():
+    for id_, held in [item for item in holdings.items() if item[1] > shared]:
         at = positions.get(id_)
-        if held > shared and at is not None:
+        if at is not None:
             target, held = targets[at], min(held, tokens)
             more = rates.prefill(tokens - held, held)
             costs[at] += more - prefill + target.busy * (interference(rates, more) - drag)
@@ -94,4 +100,5 @@ def _cheapest(costs: list[float], targets: Sequence[Target], key: int) -> int:
     if costs.count(least) == 1:
         return at
     tied = [at for at, cost in enumerate(costs) if cost == least]
-    return max(tied, key=lambda at: affinity(key, targets[at]))
+    scores = affinities(key, [targets[at] for at in tied])
+    return tied[scores.index(max(scores))]

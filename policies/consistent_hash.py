@@ -1,6 +1,6 @@
 """Sessions by hash, with bounded load."""
 
-from policies.base import ByLoad, Choice, Fleet, Request, Target, affinity, number
+from policies.base import ByLoad, Choice, Fleet, Request, Target, affinities, number
 
 
 def bounded(key: int, fleet: Fleet, factor: float) -> tuple[Target, bool]:
@@ -11,7 +11,8 @@ def bounded(key: int, fleet: Fleet, factor: float) -> tuple[Target, bool]:
     """
     targets = fleet.targets
     bound = factor * (sum(target.load for target in targets) + 1) / len(targets)
-    ranked = sorted(targets, key=lambda target: affinity(key, target), reverse=True)
+    scores = affinities(key, targets)
+    ranked = [targets[at] for at in sorted(range(len(targets)), key=scores.__getitem__, reverse=True)]
     for target in ranked:
         if target.load + 1 <= max(bound, 1):
             return target, target is ranked[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from policies.base import Fleet, Rates, Request, Target, affinity
+from policies.base import Fleet, Rates, Request, Target, rendezvous
 
 KIND = Rates()
 
@@ -89,4 +89,4 @@ def asked(draw: st.DrawFn, **options: Any) -> tuple[Fleet, Request]:
 
 def preferred(key: int, fleet: Fleet) -> Target:
     """Rendezvous: the highest score."""
-    return max(fleet.targets, key=lambda target: affinity(key, target))
+    return rendezvous(key, fleet.targets)
