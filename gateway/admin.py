@@ -6,8 +6,10 @@ be loopback. Requests that a browser makes on another site's behalf are refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from hmac import compare_digest
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -97,6 +99,9 @@ class AdminSite:
         if origin is not None and urlsplit(origin).netloc != request.host:
             raise web.HTTPForbidden(reason="requests of other sites are refused")
         token = self.running.config.admin.token
+        if not token and not _local(request.host):
+            # A name that some site lets point to this machine: then its pages are of the same origin.
+            raise web.HTTPForbidden(reason="without a token the admin port answers to localhost and to addresses only")
         if not token or request.path in ("/healthz", "/readyz"):
             return
         given = request.headers.get("authorization", "")
@@ -168,7 +173,9 @@ class AdminSite:
         if body["state"] == "draining":
             self.running.fleet.set_state(worker, State.DRAINING, "drained by the operator")
         elif worker.state is State.DRAINING:
-            self.running.fleet.set_state(worker, State.READY, "resumed by the operator")
+            # What was never read, or fails its probes, has to join again; what is healthy serves at once.
+            serves = bool(worker.targets) and not worker.failures
+            self.running.fleet.set_state(worker, State.READY if serves else State.JOINING, "resumed by the operator")
         return _json(self._worker(worker))
 
     async def drain_worker(self, request: web.Request) -> web.Response:
@@ -232,7 +239,7 @@ class AdminSite:
     async def sessions(self, request: web.Request) -> web.Response:
         """The most recently used sessions; ``?limit=N``, at most 1,000."""
         text = request.query.get("limit", "100")
-        if not text.isdigit() or not 1 <= int(text) <= 1000:
+        if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= 1000:
             raise BadRequest("limit must be from 1 to 1000", param="limit")
         found = self.running.sessions.recent(int(text))
         return _json({"total": len(self.running.sessions), "sessions": [self._session(session) for session in found]})
@@ -281,7 +288,7 @@ class AdminSite:
         body = await request.read()
         gateway = self.running.gateway
         path = request.query.get("path", "/v1/chat/completions").encode()
-        named = {name.lower().encode(): value.encode("utf-8", "replace") for name, value in request.headers.items()}
+        named = {name.lower(): value for name, value in request.raw_headers}
         if self.running.config.admin.token:
             named.pop(b"authorization", None)
         key = request.headers.get("x-warmroute-tenant-key")
@@ -292,6 +299,15 @@ class AdminSite:
     async def config(self, request: web.Request) -> web.Response:
         """The configuration in force, secrets hidden."""
         return _json(shown(self.running.config))
+
+
+def _local(host: str) -> bool:
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        ip_address(name)
+    except ValueError:
+        return name == "localhost"
+    return True
 
 
 async def _object(request: web.Request) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 First-byte times of requests that met an idle target are regressed on (1, u, u*(c + u/2)), u uncached tokens behind c:
 the coefficients are `Rates.base`, `Rates.token` and `Rates.attention`. Old samples fade; the priors count as a few
-samples, so that the coefficients stay sane while there is no variety. A target that is persistently slower than its
-kind gets rates of its own.
+samples, so that the coefficients stay sane while there is no variety.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ FADE = 0.999
 PRIOR = 4.0
 """Samples that a prior counts as, at 1,000 tokens."""
 SOLVE_EVERY = 8
+LONGEST = 1e8
+"""Tokens beyond which an observation is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +33,8 @@ class Calibration:
 
     def first_byte(self, uncached: float, context: float, seconds: float) -> None:
         """One observation: ``uncached`` tokens behind ``context``, with nothing in front, took ``seconds``."""
-        if seconds <= 0 or seconds > 600:
-            return
+        if not (0 < seconds <= 600 and 0 <= uncached <= LONGEST and 0 <= context <= LONGEST):
+            return  # nor if one of them is no number
         x, y = uncached / 1000.0, uncached * (context + 0.5 * uncached) / 1e6
         gram, moment = self._gram, self._moment
         for at, value in enumerate((1.0, x, y, x * x, x * y, y * y)):

@@ -5,7 +5,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from gateway.config import Config
+from gateway.config import Config, ConfigError, check
 from gateway.engines.audit import lacks
 from gateway.errors import WorkerFault
 from gateway.fleet import Fleet, Worker, WorkerSpec
@@ -13,7 +13,10 @@ from gateway.probe import Probe
 
 
 async def check_fleet(config: Config, as_json: bool) -> int:
-    """Ask all configured workers once; 0 if all answer, else 1."""
+    """Ask all configured workers once; 0 if all answer, else 1. Raises `ConfigError`."""
+    problems = check(config)
+    if problems:
+        raise ConfigError(problems)
     fleet = Fleet(lambda: 0.0)
     probe = Probe(fleet)
     await probe.start()

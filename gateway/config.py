@@ -5,6 +5,7 @@ into YAML's own node tree first, so that whatever is wrong is told with its line
 """
 
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -76,6 +77,8 @@ class Listen:
     idle: Seconds = 120.0
     head_timeout: Seconds = 30.0
     body_timeout: Seconds = 60.0
+    comment_after: Seconds | None = None
+    """While a client waits for a stream's first event: seconds between comments that keep its connection alive."""
 
 
 @dataclass(slots=True)
@@ -213,6 +216,12 @@ class Config:
         return load_policy(str(kind), options)
 
 
+NAMELESS = frozenset(
+    "authorization proxy-authorization x-api-key cookie forwarded x-forwarded-for x-real-ip "
+    "x-request-id traceparent tracestate".split()
+)
+"""Headers that never name a session."""
+
 T = TypeVar("T")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h)?\Z")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMG])?\Z")
@@ -302,7 +311,12 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self.plain(item, f"{path}[{at}]") for at, item in enumerate(node.value)]
         text = self.expand(node, path)
-        return yaml.safe_load(text) if isinstance(node, yaml.ScalarNode) and node.style is None else text
+        if not isinstance(node, yaml.ScalarNode) or node.style is not None:
+            return text
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
 
     def expand(self, node: yaml.Node, path: str) -> str:
         """A scalar's text with ``${NAME}`` replaced."""
@@ -368,7 +382,10 @@ def parse(text: str, environment: Mapping[str, str] | None = None, source: str =
         line = None if mark is None else mark.line + 1
         message = getattr(error, "problem", None) or str(error)
         raise ConfigError([Problem(line, "", f"not YAML: {message}")], source) from None
-    config = Config() if node is None else reader.build(Config, node, "")
+    try:
+        config = Config() if node is None else reader.build(Config, node, "")
+    except RecursionError:
+        raise ConfigError([Problem(None, "", "an alias contains itself, or the nesting is too deep")], source) from None
     problems = reader.problems
     if config is not None and not problems:
         problems = check(config, reader.lines)
@@ -392,14 +409,23 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     found: list[Problem] = []
 
     def wrong(key: str, message: str) -> None:
-        found.append(Problem(at.get(key), key, message))
+        place = key
+        while place and place not in at:
+            # What is not written itself is told where it would stand.
+            place = place[: max(place.rfind("."), place.rfind("["), 0)]
+        found.append(Problem(at.get(place), key, message))
 
     _check_policies(config, wrong)
     _check_workers(config, wrong)
     _check_tenants(config, wrong)
-    for where, port in (("listen.port", config.listen.port), ("admin.port", config.admin.port)):
+    _check_numbers(config, wrong)
+    ports = {"listen.port": config.listen.port, "admin.port": config.admin.port}
+    if config.metrics is not None:
+        ports["metrics.port"] = config.metrics.port
+    for where, port in ports.items():
         if not 0 <= port <= 65535:
             wrong(where, f"{port} is not a port: 1 to 65535, or 0 for any free one")
+    _check_secret("admin.token", config.admin.token, wrong)
     if not _loopback(config.admin.host) and not config.admin.token:
         wrong("admin.host", "the admin port listens beyond loopback: set admin.token, or host 127.0.0.1")
     if not 1 <= config.retries.attempts <= 10:
@@ -413,6 +439,11 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         for alias in model.aliases:
             if alias in config.models or aliases.setdefault(alias, name) != name:
                 wrong(f"models.{name}.aliases", f"{alias!r} already names a model")
+    for header in config.sessions.headers:
+        if header.lower().replace("_", "-") in NAMELESS:
+            wrong(
+                "sessions.headers", f"{header!r} cannot name a session: it tells a credential, an address or a request"
+            )
     for path in config.passthrough:
         if not path.startswith("/"):
             wrong("passthrough", f"{path!r} is not a path: it must begin with /")
@@ -429,16 +460,42 @@ def _check_policies(config: Config, wrong: Any) -> None:
         else:
             used.setdefault(f"policies.{name}", name)
     for key, name in used.items():
+        named = name in config.policies
+        if named and key != f"policies.{name}":
+            continue  # it is told where it is written
         try:
             config.make_policy(name)
         except UnknownPolicy:
-            known = [*config.policies, *policy_names()]
-            near = difflib.get_close_matches(name, known, 1)
+            known = policy_names() if named else [*config.policies, *policy_names()]
+            given = str(config.policies[name].get("name", name)) if named else name
+            near = difflib.get_close_matches(given, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-            wrong(key, f"no policy is called {name!r}; {hint}")
+            wrong(f"{key}.name" if named else key, f"no policy is called {given!r}; {hint}")
         except BadOption as error:
-            place = f"policies.{name}" if name in config.policies else key
-            wrong(f"{place}.{error.option}" if error.option else place, str(error))
+            wrong(f"{key}.{error.option}" if error.option else key, str(error))
+
+
+def _check_numbers(config: Config, wrong: Any) -> None:
+    """What must be more than nothing: a pause of 0 would never rest, a limit of 0 would let nothing through."""
+    for section in ("listen", "sessions", "index", "timeouts", "probes"):
+        part = getattr(config, section)
+        for each in fields(part):
+            value = getattr(part, each.name)
+            if each.name != "port" and isinstance(value, int | float) and value <= 0:
+                wrong(f"{section}.{each.name}", "must be more than 0")
+    for number, worker in enumerate(config.workers):
+        if worker.kv_tokens is not None and worker.kv_tokens <= 0:
+            wrong(f"workers[{number}].kv_tokens", "must be more than 0")
+
+
+def _check_secret(key: str, secret: str | None, wrong: Any) -> None:
+    """Secrets out of files like to end with a line break, and variables to be set to nothing."""
+    if secret is None:
+        return
+    if not secret:
+        wrong(key, "is empty: leave the key out, or give it a value")
+    elif not secret.isprintable() or secret != secret.strip():
+        wrong(key, "holds a line break, a control character, or blanks at its ends: take them out")
 
 
 def _check_workers(config: Config, wrong: Any) -> None:
@@ -451,9 +508,11 @@ def _check_workers(config: Config, wrong: Any) -> None:
             WorkerSpec(worker.url)
         except ValueError as error:
             wrong(f"{key}.url", str(error))
-        if worker.url in seen:
-            wrong(f"{key}.url", f"{worker.url} is listed twice")
-        seen.add(worker.url)
+        address = worker.url.rstrip("/")
+        if address in seen:
+            wrong(f"{key}.url", "this worker is listed twice")
+        seen.add(address)
+        _check_secret(f"{key}.api_key", worker.api_key, wrong)
         if worker.engine is not None and worker.engine not in all_engines():
             wrong(f"{key}.engine", f"{worker.engine!r} is not one of {', '.join(all_engines())}")
         if worker.role not in (None, "unified"):
@@ -468,12 +527,13 @@ def _check_tenants(config: Config, wrong: Any) -> None:
         if tenant.name in names:
             wrong(f"{key}.name", f"two tenants are called {tenant.name!r}")
         names.add(tenant.name)
+        if not tenant.name:
+            wrong(f"{key}.name", "a tenant needs a name")
         if not tenant.keys:
             wrong(f"{key}.keys", f"tenant {tenant.name!r} has no key: nobody could ever be it")
         for secret in tenant.keys:
-            if not secret:
-                wrong(f"{key}.keys", "a key is empty")
-            elif secret in keys:
+            _check_secret(f"{key}.keys", secret, wrong)
+            if secret in keys:
                 wrong(f"{key}.keys", "this key is used twice")
             keys.add(secret)
         if tenant.isolation not in ("shared", "isolated"):
@@ -481,7 +541,10 @@ def _check_tenants(config: Config, wrong: Any) -> None:
 
 
 def _loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def shown(value: Any) -> Any:

@@ -11,6 +11,7 @@ estimate says so.
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ UNTOLD = 20
 """Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""
 RISE = 2
 """Probes in a row after which it is ready again."""
+
+
+_BLANK = re.compile(r"[\x00-\x20\x7f]")
 
 
 class State(StrEnum):
@@ -106,10 +110,18 @@ class WorkerSpec:
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("a worker's url takes no user and no password: give the key as api_key")
+        if parts.scheme not in ("http", "https") or not parts.hostname or _BLANK.search(self.url):
             raise ValueError(f"a worker's url must look like http://host:port, not {self.url!r}")
-        if parts.query or parts.fragment or parts.username:
-            raise ValueError(f"a worker's url takes no query, fragment or user: {self.url!r}")
+        if parts.query or parts.fragment:
+            raise ValueError(f"a worker's url takes no query and no fragment: {self.url!r}")
+        try:
+            parts.port  # noqa: B018
+        except ValueError:
+            raise ValueError(f"a worker's url needs a port from 1 to 65535: {self.url!r}") from None
+        if self.api_key is not None and not self.api_key.isprintable():
+            raise ValueError("a worker's api_key holds a line break or a control character")
 
 
 class Target(TargetView):

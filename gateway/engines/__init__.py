@@ -87,8 +87,10 @@ def whole(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
-        return int(value) if value.isdigit() else None
-    if isinstance(value, int | float) and value >= 0 and value == int(value):
+        return int(value) if value.isascii() and value.isdigit() and len(value) <= 18 else None
+    if isinstance(value, int):
+        return value if value >= 0 else None
+    if isinstance(value, float) and 0 <= value < 1e18 and value == int(value):
         return int(value)
     return None
 

@@ -1,0 +1,114 @@
+"""Rates are learned from noisy samples and stay sane whatever comes."""
+
+from __future__ import annotations
+
+from math import inf, isfinite, nan
+from random import Random
+
+import pytest
+from hypothesis import given, strategies as st
+
+from gateway.calibrate import Calibration
+from policies.base import Rates
+
+TRUE = [
+    Rates(base=0.03, token=5e-5, attention=2e-9),
+    Rates(base=0.005, token=4e-4, attention=0.0),
+    Rates(base=0.2, token=2e-5, attention=5e-9),
+]
+
+
+def sane(rates: Rates) -> bool:
+    values = (rates.base, rates.token, rates.attention, rates.decode)
+    return all(isfinite(value) for value in values) and (
+        0 < rates.base <= 10 and 0 < rates.token <= 0.1 and 0 <= rates.attention <= 1e-6 and rates.decode > 0
+    )
+
+
+@pytest.mark.parametrize("true", TRUE)
+@pytest.mark.parametrize("noise", [0.0, 0.15])
+def test_known_rates_are_learned_within_a_tenth(true: Rates, noise: float) -> None:
+    draws, learned = Random(7), Calibration()
+    for _ in range(3000):
+        uncached, context = draws.uniform(10, 20_000), draws.choice([0.0, draws.uniform(0, 100_000)])
+        seconds = true.prefill(uncached, context) * draws.uniform(1 - noise, 1 + noise)
+        learned.first_byte(uncached, context, seconds)
+    # What is used is the prediction; single coefficients may trade with each other where there is noise.
+    for uncached, context in ((700, 0), (700, 50_000), (5000, 0), (20_000, 0), (10_000, 90_000)):
+        assert learned.rates.prefill(uncached, context) == pytest.approx(true.prefill(uncached, context), rel=0.1)
+    assert learned.rates.token == pytest.approx(true.token, rel=0.1)
+    if not noise:
+        assert learned.rates.base == pytest.approx(true.base, rel=0.1, abs=1e-3)
+
+
+def test_an_engine_that_changes_is_learned_anew() -> None:
+    draws, learned = Random(3), Calibration()
+    for true in TRUE[:2]:
+        for _ in range(6000):
+            uncached = draws.uniform(100, 20_000)
+            learned.first_byte(uncached, 0, true.prefill(uncached, 0))
+    assert learned.rates.prefill(5000, 0) == pytest.approx(TRUE[1].prefill(5000, 0), rel=0.1)
+
+
+def test_without_variety_the_priors_keep_the_coefficients_sane() -> None:
+    learned, prior = Calibration(), Rates()
+    for _ in range(500):
+        learned.first_byte(1000, 0, 0.25)
+    assert learned.rates.prefill(1000, 0) == pytest.approx(0.25, rel=0.1), "what is seen is believed"
+    assert sane(learned.rates)
+    # What was never seen is still in the order of what was assumed.
+    assert learned.rates.prefill(10_000, 0) < 10 * prior.prefill(10_000, 0)
+    assert learned.rates.prefill(10_000, 0) > prior.prefill(10_000, 0) / 10
+
+
+def test_a_few_samples_do_not_overturn_the_priors() -> None:
+    learned = Calibration()
+    for _ in range(8):
+        learned.first_byte(50, 0, 30.0)
+    assert sane(learned.rates)
+    assert learned.rates.token < 1e-2
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (1000, 0, 0.0),
+        (1000, 0, -1.0),
+        (1000, 0, 1e9),
+        (1000, 0, nan),
+        (1000, 0, inf),
+        (nan, 0, 1.0),
+        (inf, 0, 1.0),
+        (-5, 0, 1.0),
+        (1e300, 0, 1.0),
+        (1000, nan, 1.0),
+        (1000, inf, 1.0),
+        (1000, -inf, 1.0),
+        (1000, 1e300, 1.0),
+    ],
+)
+def test_one_impossible_sample_changes_nothing(sample: tuple[float, float, float]) -> None:
+    draws, with_it, without = Random(1), Calibration(), Calibration()
+    for at in range(200):
+        uncached = draws.uniform(10, 10_000)
+        for each in (with_it, without):
+            each.first_byte(uncached, 0, 0.1 + uncached * 1e-4)
+        if at % 5 == 0:
+            with_it.first_byte(*sample)
+    assert with_it.rates.base == without.rates.base
+    assert with_it.rates.token == without.rates.token
+    assert with_it.rates.attention == without.rates.attention
+
+
+anything = st.floats() | st.integers(-(10**6), 10**6).map(float) | st.sampled_from([0.0, 1.0, 1e8, 600.0, 1e-9])
+
+
+@given(st.lists(st.tuples(anything, anything, anything), max_size=60))
+def test_whatever_comes_the_rates_stay_within_bounds(samples: list[tuple[float, float, float]]) -> None:
+    learned = Calibration()
+    for sample in samples:
+        learned.first_byte(*sample)
+        learned.between_tokens(sample[0])
+        assert sane(learned.rates)
+        assert learned.step is None or 0 < learned.step < 60
+    assert isfinite(learned.rates.prefill(100_000, 100_000))
