@@ -380,10 +380,10 @@ def parse(text: str, environment: Mapping[str, str] | None = None, source: str =
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = None if mark is None else mark.line + 1
-        message = getattr(error, "problem", None) or str(error)
+        message = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError([Problem(line, "", f"not YAML: {message}")], source) from None
     try:
-        config = Config() if node is None else reader.build(Config, node, "")
+        config = Config() if node is None or _is_null(node) else reader.build(Config, node, "")
     except RecursionError:
         raise ConfigError([Problem(None, "", "an alias contains itself, or the nesting is too deep")], source) from None
     problems = reader.problems
