@@ -35,6 +35,12 @@ class Prometheus:
         found: list[dict[str, Any]] = response.json()["data"]["result"]
         return found
 
+    async def label_values(self, metric: str, label: str) -> set[str]:
+        """What a dashboard's ``label_values(metric, label)`` offers."""
+        response = await self.http.get(f"/api/v1/label/{label}/values", params={"match[]": metric})
+        assert response.status_code == 200, response.text
+        return set(response.json()["data"])
+
     async def value(self, query: str) -> float | None:
         """The newest value of a query that yields one series; ``None`` if it yields none."""
         found = await self.ask("query", query=query)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 from contextlib import AsyncExitStack
@@ -95,6 +96,7 @@ async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require
         assert results.errors == []
         await settled(prometheus, fleet)
         await agrees(prometheus, fleet)
+        await offers(prometheus, fleet)
         missing = queries()
         for _ in range(8):
             # A counter must have been scraped once before its rate can be told: trouble comes until all was seen.
@@ -105,6 +107,16 @@ async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require
                 break
         assert missing == []
         assert fleet.running.gateway.defects == 0
+
+
+async def offers(prometheus: Prometheus, fleet: Fleet) -> None:
+    """The dashboard's variables list the model and all targets."""
+    targets = {f"127.0.0.1:{engine.port}" for engine in fleet.engines}
+    for name, values in (("model", {MODEL}), ("target", targets)):
+        (variable,) = [each for each in DASHBOARD["templating"]["list"] if each["name"] == name]
+        asked = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
+        assert asked is not None
+        assert await prometheus.label_values(asked[1], asked[2]) == values
 
 
 async def has_data(prometheus: Prometheus, query: str, since: float) -> bool:
