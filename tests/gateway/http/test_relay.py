@@ -116,11 +116,18 @@ async def test_head_and_first_event_are_one_write(gateway: Begin, scripted: Star
         assert b"data: 1\n\n" in first
 
 
-async def test_at_most_64_kib_of_an_unfinished_event_are_held(gateway: Begin, scripted: StartScripted) -> None:
+@pytest.mark.parametrize("first", [b"", b"data: 1\n\n"])
+@pytest.mark.parametrize("whole", [b"", b"data: 2\n\n"])
+async def test_at_most_64_kib_of_an_unfinished_event_are_held(
+    gateway: Begin, scripted: StartScripted, first: bytes, whole: bytes
+) -> None:
+    """Whatever stood before it in the same read: nothing, the first event, or a later one."""
     go = asyncio.Event()
 
     async def endless_event(seen: Seen) -> None:
-        await seen.write(EVENTS + chunk(b"data: 1\n\n") + chunk(b"data: " + b"x" * 200_000))
+        await seen.write(EVENTS + (chunk(first) if first else b""))
+        await asyncio.sleep(0.03)
+        await seen.write(chunk(whole + b"data: " + b"x" * 200_000))
         await go.wait()
         await seen.write(chunk(b"\n\n") + b"0\r\n\r\n")
 

@@ -422,6 +422,24 @@ async def test_http_1_0_of_a_worker(gateway: Begin, scripted: StartScripted) -> 
             assert (answer.body, answer.whole) == (b"old body", True)
 
 
+async def test_connections_given_up_at_any_moment_of_their_making_are_counted_once(
+    gateway: Begin, scripted: StartScripted
+) -> None:
+    running = await gateway(await scripted())
+    (worker,) = running.fleet.workers.values()
+    for turns in [*range(12)] * 20:
+        making = asyncio.ensure_future(worker.pool.connect())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        making.cancel()
+        done = (await asyncio.gather(making, return_exceptions=True))[0]
+        if not isinstance(done, BaseException):
+            done.close()
+    await until(lambda: worker.pool.open == 0)
+    await asyncio.sleep(0.05)
+    assert worker.pool.open == worker.pool.idle == 0
+
+
 async def test_a_slow_reader_does_not_leave_a_stopped_connection_in_the_pool(
     gateway: Begin, scripted: StartScripted
 ) -> None:
