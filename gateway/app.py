@@ -261,7 +261,7 @@ class Gateway:
                     self.metrics.prediction_error.observe((ask.model_name,), error)
         if usage.completion is not None:
             tally.completion[0] += usage.completion
-            if exchange.sse and usage.completion > 1 and exchange.last_at > exchange.first_at:
+            if exchange.events and usage.completion > 1 and exchange.last_at > exchange.first_at:
                 between = (exchange.last_at - exchange.first_at) / (usage.completion - 1)
                 self.metrics.inter_token.observe_in(tally.inter_token, between)
                 if ask.model is not None and exchange.target is not None:
@@ -269,7 +269,7 @@ class Gateway:
                     self.fleet.calibration(ask.model.name, engine).between_tokens(between)
 
     def _remember_response(self, exchange: Exchange, target: Target) -> None:
-        found = _response_id(b"".join(exchange.tail))
+        found = _response_id(exchange.tail)
         if found is not None:
             self._pins[exchange.ask.tenant.name, found] = target.worker.id
             if len(self._pins) > PINS:

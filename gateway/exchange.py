@@ -4,9 +4,10 @@
                    ^             |     \\-> REFUSED (an error answer is kept while others are tried)            |
                    '-- retry ----+-------------------'                                                   (no way back)
 
-Until RELAYING nothing was written to the client, so a failure goes to another target; from then on it becomes an error
-event in the client's dialect, or a cut connection where there are no events. Everything runs in callbacks of the two
-connections; a task exists only while a connection is being made.
+Until RELAYING no content was written to the client, so a failure goes to another target; from then on it becomes an error
+event in the client's dialect, or a cut connection where there are no events. A client that waits long for a stream may
+have been sent comments before: its answer has begun (`early`), but nothing of the content, so that only the form of a
+refusal changes. Everything runs in callbacks of the two connections; a task exists only while a connection is being made.
 
 Whatever happens, `_end` runs exactly once: it releases the charge, the pin and the session, and counts.
 """
@@ -14,11 +15,11 @@ Whatever happens, `_end` runs exactly once: it releases the charge, the pin and 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.dialects import Dialect, Reading, Route
+from gateway.dialects.openai import error_in
 from gateway.errors import (
     Backpressure,
     Fault,
@@ -31,8 +32,9 @@ from gateway.errors import (
 )
 from gateway.fleet import Charge, Target
 from gateway.http import wire
+from gateway.http.relay import Relay
 from gateway.http.server import Inbound, Incoming
-from gateway.http.sse import boundary, first_event
+from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
 from gateway.routing import Ask
 from policies.base import Choice
@@ -58,29 +60,28 @@ class Exchange:
         "charge",
         "choice",
         "client",
+        "commented",
         "connection",
         "deadline",
         "dialect",
-        "error",
+        "early",
+        "events",
         "fields",
         "first_at",
         "gateway",
-        "head",
         "held",
         "incoming",
         "last_at",
         "paused",
         "phase",
         "reading",
+        "relay",
         "request_id",
         "resent",
         "route",
         "sent_at",
-        "sized",
-        "sse",
         "started",
         "status",
-        "tail",
         "target",
         "task",
         "tried",
@@ -117,24 +118,29 @@ class Exchange:
         self.connection: Outbound | None = None
         self.task: asyncio.Task[None] | None = None
         self.body = incoming.body
-        self.head = b""
-        """The answer's head, until it is written together with the first bytes of the body."""
+        self.relay: Relay | None = None
+        self.early: Relay | None = None
+        """Made before the worker answered, to send comments."""
         self.held = b""
+        """What came of an answer that is not passed on yet: a first event, an error."""
         self.fields: list[tuple[bytes, bytes]] = []
         self.status = 0
-        self.sse = False
-        self.sized = False
+        self.events = False
         self.paused = client.slow
         """The client does not take what there is; it may still be at the answer before this one."""
-        self.error: Fault | None = None
         self.bytes_in = 0
-        self.tail: deque[bytes] = deque(maxlen=4)
         self.sent_at = 0.0
         self.first_at = 0.0
         self.last_at = 0.0
         self.deadline = inf
+        self.commented = 0.0
         client.owner = self
         gateway.exchanges.add(self)
+
+    @property
+    def tail(self) -> bytes:
+        """The last bytes that were passed on."""
+        return b"".join(self.relay.tail) if self.relay is not None else b""
 
     # -- choosing and sending ---------------------------------------------------------------------------------------
 
@@ -231,44 +237,44 @@ class Exchange:
                 self.connection.finish_bodyless()
             return
         kind, length = wire.content_of(fields)
-        self.sse = kind.startswith(b"text/event-stream") and status < 300 and status != 204
-        if self.incoming.method == b"HEAD":
-            self._begin_answer(length)
-            self._flush_head()
-            if self.connection is not None:
-                self.connection.finish_bodyless()
-        elif self.sse:
+        self.events = kind.startswith(b"text/event-stream") and status < 300 and status != 204
+        if self.events and self.incoming.method != b"HEAD":
             self.phase = PEEKING
+        elif self.early is not None:
+            # The client has the head of a stream already: this can only be told as an event.
+            self.phase = REFUSED
         else:
             self._begin_answer(length)
+            if self.incoming.method == b"HEAD" and self.connection is not None:
+                self.connection.finish_bodyless()
 
-    def _begin_answer(self, length: bytes | None) -> None:
+    def _begin_answer(self, length: bytes | None) -> Relay:
         """From here on the client has an answer: there is no other attempt."""
         self.phase = RELAYING
-        self.deadline = self.last_at + self.gateway.limits_out.idle_seconds
-        self.sized = length is not None or self.status in (204, 304)
-        if self.incoming.old and not self.sized:
-            self.incoming.close = True
-        self.head = wire.response_head(
-            self.status, self.fields, length, self.sse, self.incoming, self.gateway.told(self), self.request_id
-        )
+        if self.early is None:
+            self.relay = self._make_relay(self.status, self.fields, length, self.events)
+        else:
+            self.relay = self.early
         self.fields = []
-        if self.charge is not None and not self.sse:
+        if self.charge is not None and not self.events:
             self.first_at = self.last_at
             self.gateway.fleet.first_byte(self.charge)
+        return self.relay
 
-    def _flush_head(self) -> None:
-        head, self.head = self.head, b""
-        if head:
-            self.client.send(head)
+    def _make_relay(self, status: int, fields: list[tuple[bytes, bytes]], length: bytes | None, events: bool) -> Relay:
+        incoming = self.incoming
+        sized = length is not None or status in (204, 304)
+        if incoming.old and not sized:
+            incoming.close = True
+        told = self.gateway.told(self)
+        head = wire.response_head(status, fields, length, events, incoming, told, self.request_id)
+        return Relay(self.client, incoming, head, events=events, sized=sized, most=self.gateway.limits_out.held)
 
     def response_data(self, data: bytes) -> None:
         """Payload of the worker's answer."""
-        if self.phase == RELAYING:
-            if self.sse:
-                self._relay_events(data)
-            else:
-                self._relay(data)
+        self.last_at = self.gateway.clock()
+        if self.relay is not None:
+            self.relay.data(data)
         elif self.phase == PEEKING:
             self._peek(data)
         elif self.phase == REFUSED:
@@ -276,39 +282,9 @@ class Exchange:
             if self.bytes_in <= self.gateway.limits_out.error_body:
                 self.held += data
 
-    def _relay(self, data: bytes) -> None:
-        self.last_at = self.gateway.clock()
-        self.tail.append(data)
-        if self.sized or self.incoming.old:
-            framed = data
-        else:
-            framed = b"%x\r\n%b\r\n" % (len(data), data)
-        if self.head:
-            framed = self.head + framed
-            self.head = b""
-        self.client.send(framed)
-
-    def _relay_events(self, data: bytes) -> None:
-        """Pass on what ends with a whole event, so that an error event can always follow; keep the rest."""
-        self.last_at = self.gateway.clock()
-        if self.held:
-            data = self.held + data
-            self.held = b""
-        if not data.endswith(b"\n\n"):
-            cut = boundary(data)
-            if cut == 0 and len(data) <= self.gateway.limits_out.held:
-                self.held = data
-                return
-            if 0 < cut < len(data) and len(data) - cut <= self.gateway.limits_out.held:
-                self.held = data[cut:]
-                data = data[:cut]
-        self.tail.append(data)
-        self.client.send(data if self.incoming.old else b"%x\r\n%b\r\n" % (len(data), data))
-
     def _peek(self, data: bytes) -> None:
         """Hold a stream until its first event shows whether the engine has begun."""
         self.held += data
-        self.last_at = self.gateway.clock()
         event = first_event(self.held)
         if event is None and len(self.held) <= self.gateway.limits_out.held:
             return
@@ -326,13 +302,8 @@ class Exchange:
         self.first_at = self.last_at
         if self.charge is not None:
             self.gateway.first_event(self, self.charge)
-        self._begin_answer(None)
         held, self.held = self.held, b""
-        cut = boundary(held)
-        if cut == 0:
-            cut = len(held)
-        self.held = held[cut:]
-        self._relay(held[:cut])
+        self._begin_answer(None).data(held)
 
     def response_end(self) -> None:
         """The worker's answer is complete."""
@@ -344,13 +315,8 @@ class Exchange:
             self._refused()
         elif self.phase == PEEKING:
             self._failed(ServerError("the worker ended its stream before the first event"))
-        elif self.phase == RELAYING:
-            if self.held:
-                held, self.held = self.held, b""
-                self._relay(held)
-            self._flush_head()
-            if not (self.sized or self.incoming.old or self.incoming.method == b"HEAD"):
-                self.client.send(b"0\r\n\r\n")
+        elif self.relay is not None:
+            self.relay.finish()
             self._complete()
         elif connection is not None:
             connection.close()
@@ -358,7 +324,7 @@ class Exchange:
     def _complete(self) -> None:
         target = self.target
         assert target is not None
-        broke = self._broke() if self.sse else None
+        broke = self._broke() if self.events else None
         if broke is not None and broke >= 500 and broke != 503:
             self.gateway.worker_fault(target, ServerError("error event in a stream"))
         elif broke is None and self.status < 400:
@@ -370,7 +336,7 @@ class Exchange:
 
     def _broke(self) -> int | None:
         """The status in the error event with which the engine itself ended the stream; ``None``: it did not."""
-        for piece in self.tail:
+        for piece in self.relay.tail if self.relay is not None else ():
             if b'"error"' in piece and (event := first_event(piece)) is not None:
                 failure = self.dialect.failure(event)
                 if failure is not None:
@@ -398,7 +364,9 @@ class Exchange:
     def _refused(self) -> None:
         """A complete error answer: try elsewhere, or pass it on as it is."""
         retry_after = wire.retry_after(self.fields)
-        if self.status in (429, 503):
+        if self.status not in RETRIED and self.status not in (401, 403):
+            self._pass_on_error()
+        elif self.status in (429, 503):
             self._failed(Backpressure("the worker is full", retry_after=retry_after))
         elif self.status in (401, 403):
             self._failed(ServerError("the worker refused the gateway's credential"))
@@ -441,6 +409,12 @@ class Exchange:
 
     def _pass_on_error(self) -> None:
         """The worker's own error answer, unchanged."""
+        if self.early is not None:
+            told = error_in(self.held)
+            fault = Fault(told[1] if told else f"the worker answered {self.status}")
+            fault.status = self.status
+            self._answer_fault(fault)
+            return
         body = self.held
         length = b"%d" % len(body)
         head = wire.response_head(
@@ -453,20 +427,13 @@ class Exchange:
 
     def _break(self, fault: Fault) -> None:
         """The client has part of an answer: tell it that there will be no rest."""
-        client, incoming = self.client, self.incoming
-        self.held = b""
-        if self.sse and not self.head:
-            event = self.dialect.error_event(fault)
-            if self.tail and boundary(self.tail[-1]) != len(self.tail[-1]):
-                # An event too large to be held was cut: ours must not become its last line.
-                event = b"\n\n" + event
-            client.send(event if incoming.old else b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
-            incoming.close = True
+        client, relay = self.client, self.relay
+        assert relay is not None
+        if relay.events:
+            relay.fail(self.dialect.error_event(fault))
             self._end("stream_error")
             client.done()
-        elif self.head:
-            # Nothing was written yet after all.
-            self.head = b""
+        elif relay.untouched:
             self._answer_fault(fault)
         else:
             self._end("stream_error")
@@ -479,7 +446,10 @@ class Exchange:
             self.gateway.fleet.release(self.charge)
             self.charge = None
             self.gateway.routing.undo(self.ask, self.target)
-        client.send(self.gateway.fault_response(self.dialect, fault, self.incoming, self.request_id))
+        if self.early is not None:
+            self.early.fail(self.dialect.error_event(fault))
+        else:
+            client.send(self.gateway.fault_response(self.dialect, fault, self.incoming, self.request_id))
         self._end(
             "refused" if fault.status < 500 else "no_worker" if isinstance(fault, GatewayFault) else "worker_error"
         )
@@ -524,9 +494,23 @@ class Exchange:
         elif self.phase in (WAITING, PEEKING, REFUSED) and now > self.deadline:
             fault = Stalled("the worker did not answer in time")
         else:
+            self._keep_waiting(now)
             return
         self._drop_connection()
         self._failed(fault)
+
+    def _keep_waiting(self, now: float) -> None:
+        """Send a comment to a client that has waited for its stream for long, if that is configured."""
+        pause = self.gateway.limits_in.comment_seconds
+        if pause is None or not self.reading.stream or self.phase not in (WAITING, PEEKING) or self.paused:
+            return
+        if now - max(self.commented, self.started) < pause:
+            return
+        self.commented = now
+        if self.early is None:
+            kind = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            self.early = self._make_relay(200, kind, None, True)
+        self.early.comment()
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -549,11 +533,11 @@ class Exchange:
             self.charge = None
         usage = None
         if streaming and outcome in ("ok", "stream_error") and self.route.generates:
-            usage = self.dialect.usage(b"".join(self.tail), self.sse)
+            usage = self.dialect.usage(self.tail, self.events)
         try:
             self.gateway.ended(self, outcome, usage, streaming)
         except Exception:
             self.gateway.defect("accounting for a request")
-        self.tail.clear()
+        self.relay = self.early = None
         self.body = b""
         self.incoming.body = b""

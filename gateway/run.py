@@ -54,6 +54,7 @@ class Running:
             idle_seconds=config.listen.idle,
             head_seconds=config.listen.head_timeout,
             body_seconds=config.listen.body_timeout,
+            comment_seconds=config.listen.comment_after,
         )
         self.index = RadixIndex(config.index.max_bytes)
         self.metrics = Metrics()

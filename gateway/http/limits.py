@@ -24,6 +24,8 @@ class Inward:
     connections: int = 8_000
     pipelined: int = 64 * 1024
     """Bytes read ahead while a request is being answered."""
+    comment_seconds: float | None = None
+    """How long a client waits for a stream before it is sent a comment, and then between comments; ``None``: it is not."""
     linger_seconds: float = 2.0
     """After refusing a body: how long what still comes is read and dropped, so that the client sees the answer."""
 
