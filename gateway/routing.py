@@ -38,10 +38,13 @@ class Model:
     ordinal: int = 0
     bytes_per_token: float = BYTES_PER_TOKEN
     taught: int = 0
+    label: str = ""
+    """For metrics: its name, unless only a client says that it exists."""
     space: bytes = b""
     """Its part of a namespace."""
 
     def __post_init__(self) -> None:
+        self.label = self.label or self.name
         self.space = self.name.encode("utf-8", "surrogatepass")
 
 
@@ -49,6 +52,7 @@ class Ask:
     """One request on its way to a choice, and what must be undone or learned at its end."""
 
     __slots__ = (
+        "committed",
         "context",
         "depth",
         "found",
@@ -87,11 +91,12 @@ class Ask:
         """Tokens that the chosen target was predicted to hold; ``None`` when nothing was predicted."""
         self.context = 0
         self.pin: tuple[Node, int] | None = None
+        self.committed = 0.0
 
     @property
     def model_name(self) -> str:
         """For metrics."""
-        return self.model.name if self.model is not None else "any"
+        return self.model.label if self.model is not None else "any"
 
 
 @dataclass(slots=True)
@@ -146,7 +151,10 @@ class Routing:
             if len(self.models) >= options.most_models:
                 self.models.pop(next(iter(self.models)))
             keeps = options.thinking.get(name) == "keep"
-            model = self.models[name] = Model(name, options.policies.get(name) or self._default, keeps)
+            policy = options.policies.get(name) or self._default
+            # An engine that lists no models takes any name: such names are a client's, and no label.
+            label = name if self._known(name) else "unlisted"
+            model = self.models[name] = Model(name, policy, keeps, label=label)
         return model
 
     def _known(self, name: str) -> bool:
@@ -265,6 +273,7 @@ class Routing:
             ask.predicted = ask.context = min(held, request.tokens)
             place = self.index.insert(ask.namespace, ask.pages.symbols, target.id, now)
             self.index.pin(place, target.id)
+            ask.committed = now
             ask.pin = (place, target.id)
 
     def _bind(self, ask: Ask, session: Session, target: Target, choice: Choice) -> None:
@@ -289,7 +298,7 @@ class Routing:
             place, at = ask.pin
             ask.pin = None
             self.index.unpin(place, at)
-            self.index.forget(ask.namespace, ask.pages.symbols, at, ask.depth.get(at, 0))
+            self.index.forget(ask.namespace, ask.pages.symbols, at, ask.depth.get(at, 0), ask.committed)
         if session is not None and session.home == target.id and ask.request.home != target.id:
             self.sessions.unbind(session)
             if ask.request.home is not None:

@@ -218,15 +218,19 @@ class RadixIndex:
         if place.references is None or target not in place.references:
             self._surface(place, target)
 
-    def forget(self, namespace: bytes, symbols: bytes, target: int, keep: int) -> None:
-        """``target`` turned out to hold at most ``keep`` pages of ``symbols``: drop what is believed beyond, and below it."""
+    def forget(self, namespace: bytes, symbols: bytes, target: int, keep: int, used_by: float | None = None) -> None:
+        """``target`` holds at most ``keep`` pages of ``symbols``: drop what is believed beyond, and what hangs below it.
+
+        With ``used_by`` only what ``target`` has not used after that time: what others believe with good reason stays.
+        """
         node: Node | None = self._roots.get(namespace)
         at, end, limit = 0, len(symbols), keep * SYMBOL
         while node is not None and at < end and limit < end:
             child = node.children.get(symbols[at : at + SYMBOL]) if node.children else None
             if child is None or target not in child.held:
                 return
-            if at + len(child.edge) > limit:
+            past = at + len(child.edge)
+            if past > limit and (used_by is None or child.held[target] <= used_by):
                 if at < limit:
                     if _common(child.edge, symbols, at) <= limit - at:
                         # What stands behind the kept part is another prompt's.
@@ -235,7 +239,7 @@ class RadixIndex:
                 self._strip(child, target)
                 self._became_leaf(node, target)
                 return
-            node, at = child, at + len(child.edge)
+            node, at = child, past
 
     def remove(self, target: int) -> None:
         """Forget ``target`` altogether: removed, restarted, or its cache was reset. Costs what it holds."""

@@ -233,3 +233,16 @@ def test_the_heap_does_not_grow_with_use():
     assert all(len(state.heap) < 9000 for state in index._targets.values())
     assert not math.isinf(index.bytes)
     index.check()
+
+
+def test_what_others_used_since_is_not_forgotten_with_a_request_that_failed():
+    index = RadixIndex()
+    shared = prompt_of(1, 20)
+    index.insert(b"", shared + prompt_of(2, 5), 0, 1.0)
+    index.insert(b"", shared + prompt_of(3, 5), 0, 2.0)
+    index.forget(b"", shared + prompt_of(2, 5), 0, 0, used_by=1.0)
+    assert index.match(b"", shared + prompt_of(2, 5)).depths == {0: 20}
+    assert index.match(b"", shared + prompt_of(3, 5)).depths == {0: 25}
+    index.forget(b"", shared + prompt_of(3, 5), 0, 0, used_by=2.0)
+    assert index.match(b"", shared).depths == {}
+    index.check()
