@@ -239,6 +239,8 @@ class RadixIndex:
                 self._strip(child, target)
                 self._became_leaf(node, target)
                 return
+            if not symbols.startswith(child.edge, at):
+                return
             node, at = child, past
 
     def remove(self, target: int) -> None:
