@@ -289,9 +289,10 @@ class Gateway:
         self.metrics.backpressure.add((target.name,))
         self.fleet.pause(target, now + min(fault.retry_after or 0.2, 60.0))
 
-    def may_retry(self, ask: Ask, fault: Fault) -> bool:
-        """Whether the retry budget (a share of the traffic) allows another attempt; takes it if so."""
-        if self._retries_left < 1:
+    def may_retry(self, ask: Ask, tried: set[int], fault: Fault) -> bool:
+        """Whether there is another target, and the retry budget (a share of the traffic) allows an attempt; takes it if so."""
+        name = ask.model.name if ask.model is not None else None
+        if self._retries_left < 1 or self.fleet.view(name, tried) is None:
             return False
         self._retries_left -= 1
         self.metrics.retries.add((ask.model_name, type(fault).__name__.lower()))

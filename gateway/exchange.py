@@ -392,7 +392,7 @@ class Exchange:
             self.charge = None
         gateway.routing.undo(self.ask, target)
         self.tried.add(target.id)
-        if self.attempts < gateway.attempts and gateway.may_retry(self.ask, fault):
+        if self.attempts < gateway.attempts and gateway.may_retry(self.ask, self.tried, fault):
             held, fields, status = self.held, self.fields, self.status
             self.held, self.bytes_in = b"", 0
             try:
@@ -402,6 +402,9 @@ class Exchange:
                 self.held, self.fields, self.status = held, fields, status
             except Exception:
                 gateway.defect("choosing another target")
+        if self.bytes_in > gateway.limits_out.error_body:
+            # Too much to keep, and part of an answer is no answer.
+            refused = False
         if (refused and target.worker.spec.api_key is None) or (refused and self.status not in (401, 403)):
             self._pass_on_error()
         else:

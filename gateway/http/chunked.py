@@ -9,7 +9,7 @@ import re
 
 from gateway.errors import BadRequest, HeadTooLarge, TooLarge
 
-_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _LINE = 4096
 """Longest size line, extensions included; also the longest line of a trailer."""
 _TRAILERS = 64 * 1024

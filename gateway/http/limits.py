@@ -45,6 +45,8 @@ class Outward:
     """Idle connections kept for one worker."""
     keep_seconds: float = 60.0
     """How long an idle connection is kept."""
+    head: int = 1024 * 1024
+    """Bytes that may come before an answer's head is complete; first pieces of its body may be among them."""
     held: int = 64 * 1024
     """Bytes of an unfinished event that are held back before they are passed on all the same."""
     error_body: int = 256 * 1024

@@ -45,6 +45,7 @@ class Outbound(asyncio.Protocol):
     __slots__ = (
         "_complete",
         "_fields",
+        "_head_bytes",
         "_headed",
         "_keep",
         "_parser",
@@ -76,6 +77,7 @@ class Outbound(asyncio.Protocol):
         self._fields: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
         self._status = 0
+        self._head_bytes = 0
         self._headed = False
         self._keep = False
         self._started = False
@@ -111,6 +113,11 @@ class Outbound(asyncio.Protocol):
             self.close()
             return
         self.answered = True
+        if not self._started:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.pool.limits.head:
+                self._fail(Malformed("the head of the worker's answer is too large"))
+                return
         parser = self._parser
         assert parser is not None
         try:
@@ -182,6 +189,7 @@ class Outbound(asyncio.Protocol):
         assert self.transport is not None
         self.receiver = receiver
         self.answered = False
+        self._head_bytes = 0
         self._headed = self._started = self._complete = self._sized = False
         self._pieces = []
         self._status = 0
