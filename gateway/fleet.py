@@ -287,11 +287,18 @@ class Fleet:
             facts.models = [listed.get(name) or ServedModel(name) for name in worker.spec.models]
         if worker.spec.kv_tokens is not None:
             facts.kv_tokens = worker.spec.kv_tokens
+        if facts.started is None:
+            facts.started = worker.facts.started
         worker.facts = facts
         while len(worker.targets) < max(1, facts.ranks):
             target = Target(next(self._ids), worker, len(worker.targets))
             worker.targets.append(target)
             self.targets[target.id] = target
+        # While it serves it cannot lose a rank; a page that was not there just now tells fewer.
+        while len(worker.targets) > max(1, facts.ranks) and (restarted or worker.state in (State.JOINING, State.DOWN)):
+            gone = worker.targets.pop()
+            self.targets.pop(gone.id, None)
+            self.forget(gone.id)
         model = facts.models[0].name if facts.models else ""
         for target in worker.targets:
             target.rates = self.calibration(model, facts.engine).rates
@@ -305,7 +312,7 @@ class Fleet:
             self.forget(target.id)
         worker.pool.close_idle()
         if worker.state is State.READY:
-            worker.ready_since = self.clock()
+            self._begin(worker)
             self.changed()
 
     def calibration(self, model: str, engine: str) -> Calibration:
@@ -327,7 +334,7 @@ class Fleet:
         worker.state = state
         if state is State.READY:
             if cold:
-                worker.ready_since = self.clock()
+                self._begin(worker)
             for target in worker.targets:
                 target.breaker.succeeded()
         if state is State.DOWN:
@@ -336,6 +343,19 @@ class Fleet:
             worker.pool.close_idle()
         self.changed()
         return True
+
+    def _begin(self, worker: Worker) -> None:
+        """It serves with an empty cache from now on."""
+        worker.ready_since = now = self.clock()
+        for target in worker.targets:
+            target.share = self._share(worker, now)
+
+    def _share(self, worker: Worker, now: float) -> float:
+        """Slow start of whoever joins a fleet at work; those that start together with the gateway share evenly."""
+        since = worker.ready_since
+        if since is None or since <= self._started + SLOW_START:
+            return 1.0
+        return min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * (now - since) / SLOW_START)
 
     def changed(self) -> None:
         """Who may be used changed: views are made anew when next asked for."""
@@ -503,9 +523,7 @@ class Fleet:
         stale = False
         for worker in self.workers.values():
             worker.pool.sweep(now)
-            share = 1.0
-            if worker.ready_since is not None and worker.ready_since > self._started + SLOW_START:
-                share = min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * (now - worker.ready_since) / SLOW_START)
+            share = self._share(worker, now)
             for target in worker.targets:
                 if target.share != share:
                     target.share = share
