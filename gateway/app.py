@@ -14,6 +14,7 @@ from itertools import count
 from math import inf
 from os import urandom
 from time import monotonic
+from urllib.parse import unquote
 
 import msgspec
 
@@ -33,7 +34,7 @@ from gateway.fleet import Charge, Fleet, State, Target
 from gateway.http import wire
 from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Incoming, Server, Shape
-from gateway.listing import models_body
+from gateway.listing import models, models_body
 from gateway.metrics import Gauge, Metrics, Tally
 from gateway.routing import Ask, Options, Routing, draw_of
 from gateway.sessions import Sessions
@@ -47,6 +48,7 @@ OPAQUE = Route("passthrough", generates=False, opaque=True, methods=())
 STORED = Route("stored", generates=False, opaque=True, methods=(b"GET", b"DELETE"))
 STORED_CANCEL = Route("stored", generates=False, opaque=True, methods=(b"POST",))
 _STORED = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel|/input_items)?")
+MODELS = b"/v1/models"
 RESERVE = 10.0
 """Retries that are always allowed, whatever the budget."""
 PINS = 100_000
@@ -103,7 +105,7 @@ class Gateway:
         self._serial = count()
         self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()
         """(tenant, id of a stored response) -> worker id."""
-        self._own = {b"/healthz": self._healthz, b"/readyz": self._readyz, b"/v1/models": self._models}
+        self._own = {b"/healthz": self._healthz, b"/readyz": self._readyz, MODELS: self._models}
         self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
         self._gauges()
 
@@ -112,10 +114,14 @@ class Gateway:
     def serve(self, incoming: Incoming, client: Inbound) -> None:
         """Take one complete request."""
         started = self.clock()
-        request_id = incoming.named.get(b"x-request-id") or b"%b-%x" % (self._boot, next(self._serial))
+        request_id = incoming.named.get(b"x-request-id", b"")
+        if not 0 < len(request_id) <= 256:
+            request_id = b"%b-%x" % (self._boot, next(self._serial))
         dialect = self.fallback
         try:
             own = self._own.get(incoming.path)
+            if own is None and incoming.path.startswith(b"/v1/models/"):
+                own = self._models
             if own is not None:
                 client.send(own(incoming))
                 client.done()
@@ -362,7 +368,13 @@ class Gateway:
         if incoming.method not in (b"GET", b"HEAD"):
             raise WrongMethod("/v1/models", "GET, HEAD")
         tenant = self.tenants.of(incoming.named)
-        return wire.whole(200, models_body(self.fleet, self.options.aliases, tenant.models), incoming)
+        entries = models(self.fleet, self.options.aliases, tenant.models)
+        if incoming.path == MODELS:
+            return wire.whole(200, models_body(entries), incoming)
+        name = unquote(incoming.path[len(MODELS) + 1 :])
+        if name not in entries:
+            raise NotFound(f"the model {name!r} does not exist here", param="model")
+        return wire.whole(200, msgspec.json.encode(entries[name]), incoming)
 
     # -- upkeep -----------------------------------------------------------------------------------------------------
 

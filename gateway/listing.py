@@ -7,8 +7,8 @@ import msgspec
 from gateway.fleet import Fleet, State
 
 
-def models_body(fleet: Fleet, aliases: dict[str, str], allowed: frozenset[str] | None) -> bytes:
-    """The OpenAI list object: one entry a model, aliases included, only what ready workers serve.
+def models(fleet: Fleet, aliases: dict[str, str], allowed: frozenset[str] | None) -> dict[str, dict[str, Any]]:
+    """Name -> its entry: one a model, aliases included, only what ready workers serve and ``allowed`` names.
 
     Where workers differ the shortest ``max_model_len`` is told, for a request may go to any of them.
     """
@@ -26,5 +26,9 @@ def models_body(fleet: Fleet, aliases: dict[str, str], allowed: frozenset[str] |
     for alias, name in aliases.items():
         if name in entries and alias not in entries:
             entries[alias] = {**entries[name], "id": alias, "root": name}
-    rows = [entry for name, entry in sorted(entries.items()) if allowed is None or name in allowed]
-    return msgspec.json.encode({"object": "list", "data": rows})
+    return {name: entry for name, entry in sorted(entries.items()) if allowed is None or name in allowed}
+
+
+def models_body(entries: dict[str, dict[str, Any]]) -> bytes:
+    """The OpenAI list object."""
+    return msgspec.json.encode({"object": "list", "data": list(entries.values())})

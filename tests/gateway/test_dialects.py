@@ -488,3 +488,18 @@ async def test_guarded_fields_reach_no_engine(gateway: Begin, engine: StartEngin
     running = await gateway(WorkerConfig(started.url))
     await once(running.port, request(chat(max_tokens=2, kv_transfer_params={"x": 1}, stream=0, bootstrap_room=5)))
     assert started.core.recorder.ring[-1].keys == ["model", "messages", "max_tokens", "stream"]
+
+
+async def test_one_model_is_told_by_its_name(gateway: Begin, engine: StartEngine) -> None:
+    running = await gateway(await engine(models=["org/name"]))
+    for path, status in (("org/name", 200), ("org%2Fname", 200), ("other", 404), ("", 404)):
+        answer = await once(running.port, request(path=f"/v1/models/{path}", method="GET"))
+        assert answer.status == status, path
+        assert answer.json().get("id", "org/name") == "org/name"
+
+
+async def test_a_request_id_of_unreasonable_length_is_replaced(gateway: Begin, engine: StartEngine) -> None:
+    running = await gateway(await engine())
+    answer = await once(running.port, request(chat(), "X-Request-Id: " + "a" * 300))
+    assert answer.status == 200
+    assert len(dict(answer.fields)["x-request-id"]) < 100
