@@ -214,6 +214,7 @@ class Exchange:
             self.request_id,
             target.worker.spec.api_key,
             self.gateway.tenants.keyed,
+            target.rank if len(target.worker.targets) > 1 else None,
         )
         try:
             connection.request(self, head, body)

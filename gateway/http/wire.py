@@ -65,15 +65,17 @@ def request_head(
     request_id: bytes,
     worker_key: str | None,
     keyed: bool,
+    rank: int | None = None,
 ) -> bytes:
     """Head of the request to a worker.
 
-    ``keyed``: credentials are the gateway's own, so the client's stop here. A worker's key takes their place.
+    ``keyed``: credentials are the gateway's own, so the client's stop here. A worker's key takes their place. ``rank``: the
+    data-parallel rank to use, where there are several: the engine's own balancer would undo the choice.
     """
-    key = (authority, base, worker_key, keyed)
+    key = (authority, base, worker_key, keyed, rank)
     start = incoming.memo.get(key)
     if start is None:
-        start = _request_start(incoming, base, authority, worker_key, keyed)
+        start = _request_start(incoming, base, authority, worker_key, keyed, rank)
         incoming.memo[key] = start
     assert isinstance(start, bytes)
     if length or incoming.method in _WITH_BODY:
@@ -84,7 +86,9 @@ def request_head(
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 
 
-def _request_start(incoming: Incoming, base: bytes, authority: bytes, worker_key: str | None, keyed: bool) -> bytes:
+def _request_start(
+    incoming: Incoming, base: bytes, authority: bytes, worker_key: str | None, keyed: bool, rank: int | None
+) -> bytes:
     """The head up to the value of ``x-request-id``."""
     target = base + incoming.path
     if incoming.query:
@@ -103,6 +107,8 @@ def _request_start(incoming: Incoming, base: bytes, authority: bytes, worker_key
         parts += (name, b": ", value, b"\r\n")
     if worker_key is not None:
         parts += (b"authorization: Bearer ", worker_key.encode(), b"\r\n")
+    if rank is not None:
+        parts.append(b"x-data-parallel-rank: %d\r\n" % rank)
     parts.append(b"x-request-id: ")
     return b"".join(parts)
 

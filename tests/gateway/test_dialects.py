@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.config import Config, ModelConfig, Secret, TenantConfig, WorkerConfig
@@ -503,3 +504,20 @@ async def test_a_request_id_of_unreasonable_length_is_replaced(gateway: Begin, e
     answer = await once(running.port, request(chat(), "X-Request-Id: " + "a" * 300))
     assert answer.status == 200
     assert len(dict(answer.fields)["x-request-id"]) < 100
+
+
+async def test_the_rank_that_was_chosen_is_sent(gateway: Begin, engine: StartEngine) -> None:
+    started = await engine()
+    running = await gateway(started)
+    (worker,) = running.fleet.workers.values()
+    worker.facts.ranks = 2
+    running.fleet.describe(worker, worker.facts)
+    seen = set()
+    for _ in range(2):
+        answer = await once(running.port, request(chat(), "X-Data-Parallel-Rank: 7"))
+        async with httpx.AsyncClient() as client:
+            last = (await client.get(f"{started.url}/sim/last")).json()
+        ranks = [value for name, value in last["headers"] if name.lower() == "x-data-parallel-rank"]
+        assert len(ranks) == 1
+        seen.add((ranks[0], dict(answer.fields)["x-warmroute-worker"]))
+    assert seen == {("0", worker.id), ("1", f"{worker.id}#1")}
