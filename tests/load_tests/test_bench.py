@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from load_tests.bench.data_plane import DataPlane, Key
 from load_tests.bench.load import Load, drive, requests
 from load_tests.bench.mock import EVENTS, Connection
 from load_tests.bench.report import Budget, budgets, document
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"),
+    reason="not run: benchmarks read /proc and pin processes, which Linux alone offers",
+)
 
 
 def bodies(load: Load, count: int) -> list[bytes]:
