@@ -144,7 +144,7 @@ class AdminSite:
         if not isinstance(url, str):
             raise BadRequest("url is missing: {'url': 'http://host:port'}", param="url")
         engine = body.get("engine")
-        if engine is not None and engine not in all_engines():
+        if engine is not None and (not isinstance(engine, str) or engine not in all_engines()):
             raise BadRequest(f"engine must be one of {', '.join(all_engines())}", param="engine")
         models = body.get("models")
         if models is not None and not (isinstance(models, list) and all(isinstance(name, str) for name in models)):
