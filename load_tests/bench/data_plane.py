@@ -54,7 +54,11 @@ class DataPlane:
     def __enter__(self) -> DataPlane:
         command = [sys.executable, "-m", "load_tests.bench.mock", *map(str, self.engines)]
         self._mock = start(command, self.load_core, self.folder / "mock.log")
-        _wait(lambda: _status(self.engines[-1], "/health") == 200, self._mock, "the mock engines")
+        try:
+            _wait(lambda: _status(self.engines[-1], "/health") == 200, self._mock, "the mock engines")
+        except BaseException:
+            self._mock.stop()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
