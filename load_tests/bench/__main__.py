@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when everything of our own was measured."""
     options = _parser().parse_args(arguments)
+    # So that what was started is ended when this process is.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(width=None if sys.stdout.isatty() else 120)
     contenders = [ours(policy, targets) for policy in POLICIES for targets in (2, MANY_TARGETS)]
     if not options.no_peers:
