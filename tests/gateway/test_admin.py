@@ -563,7 +563,11 @@ async def test_a_dry_run_follows_the_pin_of_a_stored_response(gateway: Begin, en
 # -- configuration and metrics ------------------------------------------------------------------------------------------
 
 
-async def test_the_configuration_in_force_is_shown_without_secrets(gateway: Begin, engine: StartEngine) -> None:
+async def test_the_configuration_in_force_is_shown_without_secrets(
+    gateway: Begin, engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+
     def change(config: Config) -> None:
         secured(config)
         config.tenants = [TenantConfig("a", [Secret("s3cret-tenant")])]
@@ -571,9 +575,12 @@ async def test_the_configuration_in_force_is_shown_without_secrets(gateway: Begi
             worker.api_key = Secret("s3cret-worker")
 
     running = await gateway(await engine(), change=change)
+    for key in ("s3cret-tenant", "s3cret-guess"):
+        await once(running.port, request(chat(max_tokens=1), f"authorization: Bearer {key}"))
     status, shown = await call(running, "GET", "/config", headers=BEARER)
     assert status == 200
     text = json.dumps(shown)
+    text += (await call(running, "GET", "/metrics", headers=BEARER))[1] + caplog.text
     for secret in (TOKEN, "s3cret"):
         assert secret not in text
     assert shown["tenants"][0]["keys"] == ["***"]

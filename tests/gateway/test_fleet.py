@@ -793,6 +793,21 @@ async def test_a_worker_that_answers_nonsense_never_joins_and_says_why(gateway: 
     running.remove_worker(found)
 
 
+async def test_the_chosen_rank_is_told_to_the_engine_and_a_client_s_own_is_not(
+    gateway: Begin, scripted: StartScripted
+) -> None:
+    worker = await scripted()
+    running = await gateway(worker)
+    (found,) = running.fleet.workers.values()
+    describe(running.fleet, found, ranks=3)
+    targets = []
+    for _ in range(6):
+        answer = await once(running.port, request(chat(), "X-Data-Parallel-Rank: 7"))
+        targets.append(answer.one("x-warmroute-worker"))
+    assert targets == [found.id, f"{found.id}#1", f"{found.id}#2"] * 2
+    assert [seen.all("x-data-parallel-rank") for seen in worker.seen] == [["0"], ["1"], ["2"]] * 2
+
+
 # -- the command --------------------------------------------------------------------------------------------------------
 
 
