@@ -63,7 +63,7 @@ def ours(policy: str, targets: int = 2) -> Contender:
         path.write_text(
             f"listen: {{host: 127.0.0.1, port: {address.port}}}\n"
             f"admin: {{host: 127.0.0.1, port: {address.admin}}}\n"
-            f"policy: {policy}\n"
+            f"policy: {policy}\ndrain: 0s\ndrain_limit: 1s\n"
             f"tenants: [{{name: bench, keys: [{KEY}]}}]\n"
             f"workers:\n{workers}"
         )

@@ -46,17 +46,18 @@ class Started:
 
     def stop(self) -> None:
         """End the whole group."""
-        if self.alive:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+            if self.alive:
+                os.killpg(self.process.pid, signal.SIGTERM)
+                self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
             pass
-        self.process.wait(STOP_SECONDS)
+        finally:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait(STOP_SECONDS)
 
 
 def start(command: Sequence[str], core: int, log: Path, environment: Mapping[str, str] | None = None) -> Started:
