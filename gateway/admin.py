@@ -92,7 +92,10 @@ class AdminSite:
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return _fault(error.status, error.reason or "refused")
+            response = _fault(error.status, error.reason or "refused")
+            if "allow" in error.headers:
+                response.headers["allow"] = error.headers["allow"]
+            return response
 
     def _check(self, request: web.Request) -> None:
         origin = request.headers.get("origin")

@@ -175,7 +175,8 @@ class Gateway:
         reading = dialect.read(route, body)
         tenant = self.tenants.of(named)
         now = self.clock()
-        return self.routing.explain(self.routing.ask(tenant, reading, named, draw, now, dry=True), now)
+        ask = self.routing.ask(tenant, reading, named, draw, now, dry=True)
+        return self.routing.explain(ask, now, self.pinned(ask, set(), now))
 
     def _stored(self, path: bytes) -> tuple[Dialect, Route] | None:
         """Routes below ``/v1/responses/``."""
@@ -240,7 +241,9 @@ class Gateway:
             self.metrics.requests.add((who[0], who[1], exchange.route.kind, who[2], outcome))
             self.metrics.duration.observe(who, seconds)
             return
-        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, target.name)
+        # A target that was removed meanwhile has no series any more, and gets none anew.
+        name = target.name if target.id in self.fleet.targets else "removed"
+        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, name)
         tally.ended(exchange.route.kind, outcome, seconds)
         if not streaming:
             return

@@ -289,6 +289,10 @@ class Fleet:
             facts.kv_tokens = worker.spec.kv_tokens
         if facts.started is None:
             facts.started = worker.facts.started
+        if not restarted and facts.engine == worker.facts.engine:
+            # A page that was not there just now does not make a known size unknown.
+            facts.kv_tokens = facts.kv_tokens or worker.facts.kv_tokens
+            facts.block_size = facts.block_size or worker.facts.block_size
         worker.facts = facts
         while len(worker.targets) < max(1, facts.ranks):
             target = Target(next(self._ids), worker, len(worker.targets))

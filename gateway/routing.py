@@ -172,9 +172,12 @@ class Routing:
         dry: bool = False,
     ) -> Ask:
         """Gather what the policy needs. Makes the session if it is new, unless ``dry``; changes nothing else."""
-        if reading.model is not None and tenant.models is not None:
+        if reading.model is not None:
+            # Before it is looked for: what a tenant may not use it is not told of either.
             tenant.check_model(reading.model)
         model = None if reading.opaque and reading.model is None else self.model(reading.model)
+        if tenant.models is not None:
+            self._check_model(tenant, reading, model)
         policy = tenant.policy or (model.policy if model is not None else self._default)
         ask = Ask(tenant, model, policy, reading)
         request = ask.request
@@ -206,6 +209,15 @@ class Routing:
         if policy.needs_prefix and ask.prompt is not None:
             self._match(ask, ask.prompt, model)
         return ask
+
+    def _check_model(self, tenant: Tenant, reading: Reading, model: Model | None) -> None:
+        """Raises `Forbidden` if the tenant may not use what this request would use, whatever its body shows of that."""
+        if model is None or reading.opaque:
+            # What the worker will read in the body is not known: everything that it might is to be allowed.
+            for name in {served.name for worker in self.fleet.workers.values() for served in worker.facts.models}:
+                tenant.check_model(name)
+        elif reading.model is None:
+            tenant.check_model(model.name)
 
     def _match(self, ask: Ask, prompt: Prompt, model: Model) -> None:
         session, request = ask.session, ask.request
@@ -354,10 +366,11 @@ class Routing:
 
     # -- the dry run ------------------------------------------------------------------------------------------------
 
-    def explain(self, ask: Ask, now: float) -> dict[str, object]:
-        """What would be chosen and why; changes nothing."""
+    def explain(self, ask: Ask, now: float, pinned: Choice | None = None) -> dict[str, object]:
+        """What would be chosen and why; changes nothing. ``pinned``: the choice that is not the policy's to make."""
+        self.fleet.settle_estimates(now)
         view = self.view(ask, (), now)
-        choice = ask.policy.choose(ask.request, view, now)
+        choice = pinned or ask.policy.choose(ask.request, view, now)
         rows = ask.policy.explain(ask.request, view, now)
         session = ask.session
         return {

@@ -18,6 +18,9 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from gateway.dialects import Prompt, Reading
 from kv_index.pages import EMPTY, Pages
 
+ENDS = 3
+"""Ends of each kind that are kept for a session."""
+
 LONGEST = 256
 """Bytes of the longest key that is believed."""
 
@@ -83,7 +86,9 @@ class Session:
     turns: int = 0
     running: int = 0
     ends: list[bytes] = field(default_factory=list)
-    """Digests under which its content is known to `Sessions.by_content`."""
+    """Digests under which its content is known to `Sessions.by_content`: up to an answer or a tool's result."""
+    asked: list[bytes] = field(default_factory=list)
+    """The same, up to a user's message."""
 
 
 class Sessions:
@@ -146,11 +151,10 @@ class Sessions:
             found = _agent(fields)
             if found is not None:
                 return found
-        body = reading.session()
-        if body is not None:
-            value = _clean(body[1].encode("utf-8", "replace"))
+        for source, text in reading.session():
+            value = _clean(text.encode("utf-8", "replace"))
             if value is not None:
-                return Found(body[0], value)
+                return Found(source, value)
         value = _clean(fields.get(_LAST))
         if value is not None:
             return Found("x-correlation-id", value)
@@ -196,13 +200,12 @@ class Sessions:
         """
         view = memoryview(prompt.text)
         session = None
-        if prompt.messages > 1:
-            for mark in prompt.earlier_ends():
-                session = self._ends.get(xxh3_128_digest(view[:mark], scope))
-                if session is not None:
-                    break
-        elif not prompt.messages:
+        if not prompt.messages:
             return None
+        for mark in prompt.earlier_ends():
+            session = self._ends.get(xxh3_128_digest(view[:mark], scope))
+            if session is not None:
+                break
         if session is None:
             # A dry run sees the very session that the next request would make, and leaves it to be made.
             key = xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
@@ -216,18 +219,20 @@ class Sessions:
 
     def remember_content(self, session: Session, prompt: Prompt, scope: int) -> None:
         """Make ``session`` findable by what it said so far; one that was forgotten meanwhile stays so."""
-        if self._sessions.get(session.key) is not session:
+        if self._sessions.get(session.key) is not session or not prompt.says:
             return
         end = xxh3_128_digest(prompt.text, scope)
-        if end in session.ends:
+        known = self._ends.get(end)
+        if known is session:
             return
-        other = self._ends.get(end)
-        if other is not None and other is not session:
-            other.ends.remove(end)
+        if known is not None:
+            (known.ends if end in known.ends else known.asked).remove(end)
         self._ends[end] = session
-        session.ends.append(end)
-        if len(session.ends) > 4:
-            self._ends.pop(session.ends.pop(0), None)
+        # Ends of tool steps come and go; where a user had asked is where the next question may have to go on from.
+        ends = session.asked if prompt.asks else session.ends
+        ends.append(end)
+        if len(ends) > ENDS:
+            self._ends.pop(ends.pop(0), None)
 
     # -- homes and life ---------------------------------------------------------------------------------------------
 
@@ -268,9 +273,10 @@ class Sessions:
         """Forget one session."""
         if self._sessions.pop(session.key, None) is None:
             return
-        for end in session.ends:
+        for end in session.ends + session.asked:
             self._ends.pop(end, None)
         session.ends.clear()
+        session.asked.clear()
         self.unbind(session)
 
     def get(self, key: bytes) -> Session | None:

@@ -4,7 +4,7 @@ A dialect is an object called ``DIALECT`` in a module of this package. It lists 
 Reading is one typed decode; the body itself is never serialised again.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import NamedTuple, Protocol
@@ -22,28 +22,39 @@ class Usage(NamedTuple):
     cached: int | None
 
 
-MARKS = 8
-"""How many message ends before the last are told: a turn adds an answer and a few tool results."""
+MARKS = 64
+"""How many message ends before the last are told: a turn adds an answer, and for each tool two messages more."""
 
 
 class Prompt:
     """The canonical prompt, in the order in which a chat template renders it.
 
-    ``parts`` are the pieces that ``text`` is joined from; ``ends[n]`` is how many of them make the first n + 1 messages,
-    and the last message ends the prompt.
+    ``parts`` are the pieces that ``text`` is joined from; each of ``ends`` is how many of them stand before the end of a
+    message, and the last message ends the prompt. Leading system messages are no ends: they are shared, not said.
+    ``asks``: the last message is a user's, so that what is said up to here stays as it is when thinking is dropped.
     """
 
-    __slots__ = ("_ends", "_parts", "text")
+    __slots__ = ("_ends", "_parts", "asks", "messages", "text")
 
-    def __init__(self, parts: Sequence[bytes | Raw | str], ends: Sequence[int], text: bytes | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[bytes | Raw | str],
+        ends: Sequence[int],
+        text: bytes | None = None,
+        asks: bool = False,
+        messages: int | None = None,
+    ) -> None:
         self.text = b"".join(parts) if text is None else text  # type: ignore[arg-type]
+        self.asks = asks
+        self.messages = len(ends) if messages is None else messages
+        """How many messages it has, those of the system included."""
         self._parts = parts
         self._ends = ends
 
     @property
-    def messages(self) -> int:
-        """How many messages it has."""
-        return len(self._ends)
+    def says(self) -> bool:
+        """Whether anybody but the system said anything."""
+        return bool(self._ends)
 
     def earlier_ends(self) -> Iterator[int]:
         """Offsets in ``text`` at which the `MARKS` messages before the last end, the latest first.
@@ -102,8 +113,8 @@ class Reading:
         """Fields found that only the gateway may set."""
         self.namespace: bytes = b""
         """Adapter, salt: what separates caches of one model."""
-        self.session: Callable[[], tuple[str, str] | None] = _nothing
-        """(source, value) of the body's own naming of its session."""
+        self.session: Callable[[], Iterable[tuple[str, str]]] = tuple
+        """(source, value) of each of the body's own namings of its session, the most telling first."""
         self.previous: str | None = None
         """``previous_response_id``: state that one worker has."""
         self.conversation: str | None = None
@@ -150,7 +161,3 @@ def all_dialects() -> dict[str, Dialect]:
         if dialect is not None:
             found[dialect.name] = dialect
     return found
-
-
-def _nothing() -> tuple[str, str] | None:
-    return None

@@ -185,7 +185,8 @@ def messages_prompt(request: Messages, keeps_thinking: bool) -> Prompt:
             for block in message.content or []:
                 _block(parts, block, thinking=at >= last_user)
         ends.append(len(parts))
-    return Prompt(parts, ends)
+    asks = bool(messages) and messages[-1].role == "user" and not _only_results(messages[-1])
+    return Prompt(parts, ends, asks=asks)
 
 
 def _block(parts: list[bytes | Raw], block: Block, thinking: bool) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -166,36 +167,37 @@ def digest(raw: Raw | bytes) -> bytes:
     return b"\x00\x05" + xxh3_128_digest(memoryview(raw))
 
 
-def session_of(common: Common) -> tuple[str, str] | None:
-    """(source, value) of the session that a body names, in the field's agreed order; ``None`` if it names none."""
-    if _session_values(common) == _NO_SESSION:
-        return None
+def session_of(common: Common) -> Iterable[tuple[str, str]]:
+    """(source, value) of each session that a body names, in the field's agreed order."""
+    return () if _session_values(common) == _NO_SESSION else _sessions_of(common)
+
+
+def _sessions_of(common: Common) -> Iterator[tuple[str, str]]:
     for source in ("prompt_cache_key", "session_id", "litellm_session_id"):
         value = text_of(getattr(common, source))
         if value is not None:
-            return source, value
+            yield source, value
     params = value_of(common.session_params)
     if isinstance(params, dict) and isinstance(params.get("id"), str) and params["id"]:
-        return "session_params", params["id"]
+        yield "session_params", params["id"]
     metadata = value_of(common.metadata)
     if isinstance(metadata, dict):
         value = metadata.get("session_id")
         if isinstance(value, str) and value:
-            return "metadata.session_id", value
+            yield "metadata.session_id", value
     rid = text_of(common.rid)
     if rid is not None:
-        return "rid", _ATTEMPT.sub("", rid)
+        yield "rid", _ATTEMPT.sub("", rid)
     if isinstance(metadata, dict):
         value = claude_code_session(metadata.get("user_id"))
         if value is not None:
-            return "metadata.user_id", value
-    return None
+            yield "metadata.user_id", value
 
 
 _NAMES = ("prompt_cache_key", "session_id", "litellm_session_id", "session_params", "metadata", "rid")
 _session_values = attrgetter(*_NAMES)
 _NO_SESSION = (UNSET,) * len(_NAMES)
-_ATTEMPT = re.compile(r"_[tr]\d+\Z")
+_ATTEMPT = re.compile(r"(?:_[tr]\d+)+\Z")
 _OLD_CLAUDE = re.compile(r"user_[0-9a-fA-F]+_account_[0-9a-fA-F-]*_session_([0-9a-fA-F-]{8,})\Z")
 
 

@@ -289,7 +289,8 @@ def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
         else:
             _message(parts, message, at >= last_user)
         ends.append(len(parts))
-    return Prompt(parts, ends)
+    asks = bool(messages) and messages[-1].role == "user"
+    return Prompt(parts, ends[_shared(messages) :], asks=asks, messages=len(messages))
 
 
 def _plain(head: list[bytes | Raw], messages: list[Message]) -> Prompt | None:
@@ -303,7 +304,17 @@ def _plain(head: list[bytes | Raw], messages: list[Message]) -> Prompt | None:
         return None
     whole = b"".join(head) + text.encode("utf-8", "surrogatepass")
     # The head counts as part of the first message.
-    return Prompt(parts, range(2, len(parts) + 1, 2), whole)  # type: ignore[arg-type]
+    ends = range(2 * _shared(messages) + 2, len(parts) + 1, 2)
+    asks = bool(messages) and messages[-1].role == "user"
+    return Prompt(parts, ends, whole, asks, len(messages))  # type: ignore[arg-type]
+
+
+def _shared(messages: list[Message]) -> int:
+    """How many leading messages are the system's."""
+    for at, message in enumerate(messages):
+        if message.role not in ("system", "developer"):
+            return at
+    return len(messages)
 
 
 def _role(role: str | None) -> bytes:
@@ -356,10 +367,27 @@ def responses_prompt(request: Responses) -> Prompt:
         parts += (b"\x00\x02user\x00\x03", encode(request.input))
         ends.append(len(parts))
     else:
+        shared = True
         for item in request.input or []:
             parts += (b"\x00\x02", item)
-            ends.append(len(parts))
-    return Prompt(parts, ends)
+            shared = shared and _item_role(item) in ("system", "developer")
+            if not shared:
+                ends.append(len(parts))
+    return Prompt(parts, ends, asks=True, messages=1 if parts else 0)
+
+
+class _Item(msgspec.Struct):
+    role: str | None = None
+
+
+_item = msgspec.json.Decoder(_Item)
+
+
+def _item_role(item: Raw) -> str | None:
+    try:
+        return _item.decode(item).role
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def completion_prompt(prompt: Field) -> Prompt:

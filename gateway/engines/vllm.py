@@ -37,7 +37,7 @@ class VLLM:
             [rank + 1 for rank in by_rank(metrics.body, "vllm:num_requests_running", "engine")], default=1
         )
         facts.started = gauge(metrics.body, "process_start_time_seconds").get("")
-        if (await ask("/kv_event_sources")).status != 200:
+        if not (await ask("/kv_event_sources")).json():
             facts.missing.append("events")
         return facts
 

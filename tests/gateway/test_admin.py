@@ -340,7 +340,6 @@ async def test_a_worker_removed_while_it_answers_finishes(gateway: Begin, engine
     assert running.index.pages(0) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the end of an exchange makes its target's series anew")
 async def test_what_a_removed_worker_still_answers_brings_no_series_of_it_back(
     gateway: Begin, engine: StartEngine
 ) -> None:
@@ -548,7 +547,6 @@ async def test_a_dry_run_is_made_for_a_tenant(gateway: Begin, engine: StartEngin
     assert (await call(running, "POST", "/route", chat(), {**BEARER, "x-warmroute-tenant-key": "kc"}))[0] == 401
 
 
-@pytest.mark.xfail(strict=True, reason="the dry run does not ask for pins")
 async def test_a_dry_run_follows_the_pin_of_a_stored_response(gateway: Begin, engine: StartEngine) -> None:
     engines = [await engine() for _ in range(4)]
     running = await gateway(*engines, policy="round_robin")

@@ -516,7 +516,9 @@ async def test_the_rank_that_was_chosen_is_sent(gateway: Begin, engine: StartEng
     for _ in range(2):
         answer = await once(running.port, request(chat(), "X-Data-Parallel-Rank: 7"))
         async with httpx.AsyncClient() as client:
-            last = (await client.get(f"{started.url}/sim/last")).json()
+            received = (await client.get(f"{started.url}/sim/requests")).json()
+        rows = received if isinstance(received, list) else received["requests"]
+        last = [row for row in rows if row["path"] == "/v1/chat/completions"][-1]
         ranks = [value for name, value in last["headers"] if name.lower() == "x-data-parallel-rank"]
         assert len(ranks) == 1
         seen.add((ranks[0], dict(answer.fields)["x-warmroute-worker"]))

@@ -319,7 +319,6 @@ def test_identical_first_prompts_are_sessions_of_their_own() -> None:
     assert len(sessions) == len(talk.store) == 20
 
 
-@pytest.mark.xfail(strict=True, reason="a leading system message counts as one that a prompt can end with")
 def test_a_system_prompt_alone_never_joins() -> None:
     talk = Talk()
     alone = talk.say(prompt_of([SYSTEM]))
@@ -345,7 +344,7 @@ def test_lineage_is_scoped() -> None:
 
 @pytest.mark.parametrize(
     "steps",
-    [1, 3, pytest.param(8, marks=pytest.mark.xfail(strict=True, reason="only the last few message ends are compared"))],
+    [1, 3, 8],
 )
 def test_thinking_that_the_template_drops_does_not_break_lineage(steps: int) -> None:
     """Within one turn of the user the thinking stays in the prompt; the next one drops it."""

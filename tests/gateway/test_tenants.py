@@ -139,9 +139,6 @@ async def test_a_tenant_may_use_its_models_and_no_other(gateway: Begin, engine: 
         assert [each["id"] for each in listed.json()["data"]] == names
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the list is asked for the name in the body only, not for the model that is served"
-)
 @pytest.mark.parametrize(
     "how",
     [
