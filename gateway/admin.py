@@ -20,9 +20,9 @@ from gateway.config import shown
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
 from gateway.errors import BadRequest, Fault, NotFound
-from gateway.fleet import State, Worker, WorkerSpec
 from gateway.routing import draw_of
 from gateway.sessions import Session
+from gateway.workers import State, Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from gateway.run import Running

@@ -30,7 +30,7 @@ from gateway.errors import (
     WrongMethod,
 )
 from gateway.exchange import Exchange
-from gateway.fleet import Charge, Fleet, State, Target
+from gateway.fleet import Fleet
 from gateway.http import wire
 from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Incoming, Server, Shape
@@ -39,6 +39,7 @@ from gateway.metrics import Gauge, Metrics, Tally
 from gateway.routing import Ask, Options, Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenants
+from gateway.workers import Charge, State, Target
 from kv_index.radix import RadixIndex
 from policies.base import Choice
 

@@ -5,11 +5,14 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from gateway.config import Config, ConfigError, check
+from gateway.config import Config
+from gateway.config_check import check
+from gateway.config_reader import ConfigError
 from gateway.engines.audit import lacks
 from gateway.errors import WorkerFault
-from gateway.fleet import Fleet, Worker, WorkerSpec
+from gateway.fleet import Fleet
 from gateway.probe import Probe
+from gateway.workers import Worker, WorkerSpec
 
 
 async def check_fleet(config: Config, as_json: bool) -> int:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import uvloop
 
 from gateway import config as configuration
-from gateway.config import Config, ConfigError, Problem, WorkerConfig
+from gateway.config import Config, WorkerConfig
+from gateway.config_check import check
+from gateway.config_reader import ConfigError, Problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +74,7 @@ def _config(options: argparse.Namespace) -> Config:
         config.listen.port = options.port
     if options.admin_port is not None:
         config.admin.port = options.admin_port
-    problems = configuration.check(config)
+    problems = check(config)
     if problems:
         raise ConfigError(problems)
     return config

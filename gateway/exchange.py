@@ -30,13 +30,13 @@ from gateway.errors import (
     Stalled,
     WorkerFault,
 )
-from gateway.fleet import Charge, Target
 from gateway.http import wire
 from gateway.http.relay import Relay
 from gateway.http.server import Inbound, Incoming
 from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
 from gateway.routing import Ask
+from gateway.workers import Charge, Target
 from policies.base import Choice
 
 if TYPE_CHECKING:

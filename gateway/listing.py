@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet import Fleet, State
+from gateway.fleet import Fleet
+from gateway.workers import State
 
 
 def models(fleet: Fleet, aliases: dict[str, str], allowed: frozenset[str] | None) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,8 @@ import aiohttp
 
 from gateway.engines import Answer, Engine, all_engines
 from gateway.errors import Malformed, Refused, Stalled, WorkerFault
-from gateway.fleet import FALL, RISE, Facts, Fleet, State, Worker
+from gateway.fleet import FALL, RISE, Fleet
+from gateway.workers import Facts, State, Worker
 
 log = logging.getLogger("warmroute")
 

@@ -11,10 +11,11 @@ from xxhash import xxh3_64_intdigest
 
 from gateway.dialects import Prompt, Reading, Usage
 from gateway.errors import BadRequest, NotFound, NoWorker
-from gateway.fleet import Fleet, Target
+from gateway.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant
+from gateway.workers import Target
 from kv_index.pages import EMPTY, SYMBOL, TEXT_PAGE, Pages, paginate
 from kv_index.radix import Node, RadixIndex
 from policies.base import Choice, Fleet as View, Policy, Request

@@ -15,7 +15,7 @@ from gateway.admin import AdminSite
 from gateway.app import Gateway
 from gateway.config import Config
 from gateway.engines.audit import lines as audit_lines
-from gateway.fleet import Fleet, Worker, WorkerSpec
+from gateway.fleet import Fleet
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
@@ -24,6 +24,7 @@ from gateway.probe import Probe
 from gateway.routing import Options
 from gateway.sessions import Sessions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
+from gateway.workers import Worker, WorkerSpec
 from kv_index.radix import RadixIndex
 
 log = logging.getLogger("warmroute")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from gateway.fleet import Facts, Load, ServedModel
+from gateway.workers import Facts, Load, ServedModel
 
 
 class Answer(NamedTuple):

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from gateway.fleet import Worker
+from gateway.workers import Worker
 
 
 class Lack(NamedTuple):

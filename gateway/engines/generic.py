@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server."""
 
 from gateway.engines import Ask, served_models
-from gateway.fleet import Facts, Load
+from gateway.workers import Facts, Load
 
 
 class Generic:

@@ -1,7 +1,7 @@
 """llama.cpp's server."""
 
 from gateway.engines import Ask, gauge, owner, served_models, whole
-from gateway.fleet import Facts, Load
+from gateway.workers import Facts, Load
 
 
 class LlamaCpp:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gateway.engines import Ask, served_models, whole
-from gateway.fleet import Facts, Load, ServedModel
+from gateway.workers import Facts, Load, ServedModel
 
 
 class SGLang:

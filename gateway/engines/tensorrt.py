@@ -1,7 +1,7 @@
 """TensorRT-LLM's OpenAI server."""
 
 from gateway.engines import Ask, owner, served_models, whole
-from gateway.fleet import Facts, Load
+from gateway.workers import Facts, Load
 
 
 class TensorRT:

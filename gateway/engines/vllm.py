@@ -1,7 +1,7 @@
 """vLLM (facts as of 0.33; older names are not tried)."""
 
 from gateway.engines import Ask, by_rank, gauge, label, owner, served_models, whole
-from gateway.fleet import Facts, Load
+from gateway.workers import Facts, Load
 
 
 class VLLM:

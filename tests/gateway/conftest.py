@@ -10,8 +10,8 @@ import pytest
 import uvloop
 
 from gateway.config import Config, WorkerConfig
-from gateway.fleet import State
 from gateway.run import Running
+from gateway.workers import State
 from load_tests.engine import Engine, EngineOptions
 from tests.gateway.scripted import Scripted
 from tests.gateway.talk import until

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config import Config, MetricsAddress, ModelConfig, Secret, TenantConfig
-from gateway.fleet import State
 from gateway.metrics import Counter, Histogram
 from gateway.run import Running
+from gateway.workers import State
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import Raw, chat, long_chat, once, request, settled, until
 

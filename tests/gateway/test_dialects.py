@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.config import Config, ModelConfig, Secret, TenantConfig, WorkerConfig
-from gateway.fleet import State
+from gateway.workers import State
 from load_tests.engine import Engine
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.scripted import Scripted, ok

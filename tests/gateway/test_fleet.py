@@ -16,20 +16,9 @@ from gateway.config import Config
 from gateway.engines import Answer, all_engines
 from gateway.engines.audit import LACKS, lacks
 from gateway.errors import Malformed, Refused, Reset
-from gateway.fleet import (
-    FALL,
-    FIRST_SHARE,
-    SLOW_START,
-    Charge,
-    Facts,
-    Fleet,
-    Load,
-    ServedModel,
-    State,
-    Worker,
-    WorkerSpec,
-)
+from gateway.fleet import FALL, FIRST_SHARE, SLOW_START, Fleet
 from gateway.run import Running
+from gateway.workers import Charge, Facts, Load, ServedModel, State, Worker, WorkerSpec
 from load_tests.engine import Engine, EngineOptions
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.talk import Raw, admin, chat, long_chat, once, request, settled, until

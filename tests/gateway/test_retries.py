@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.config import Config
-from gateway.fleet import State
 from gateway.run import Running
+from gateway.workers import State
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.scripted import Scripted, Seen, events, ok
 from tests.gateway.talk import Raw, admin, chat, once, request, settled, until

@@ -9,7 +9,7 @@ import pytest
 import trustme
 
 from gateway.config import TLS, Config, WorkerConfig
-from gateway.fleet import State
+from gateway.workers import State
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import until
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.config import Config, Secret, TenantConfig, WorkerConfig
-from gateway.fleet import Facts, ServedModel, State
+from gateway.workers import Facts, ServedModel, State
 from tests.gateway.conftest import Begin, StartScripted
 from tests.gateway.scripted import EVENTS, Seen, chunk, events, ok
 from tests.gateway.talk import CHAT, Raw, admin, chat, once, request, settled, until

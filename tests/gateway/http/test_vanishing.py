@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from gateway.fleet import Facts, ServedModel, State
 from gateway.run import Running
+from gateway.workers import Facts, ServedModel, State
 from load_tests.engine import Engine
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.scripted import EVENTS, Seen, chunk, ok

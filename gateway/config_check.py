@@ -1,0 +1,166 @@
+"""What is wrong with a configuration although every value is of its type."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from gateway.config_reader import Problem
+from gateway.engines import all_engines
+from gateway.workers import WorkerSpec
+from policies.base import BadOption, UnknownPolicy, names as policy_names
+
+if TYPE_CHECKING:
+    from gateway.config import Config
+
+NAMELESS = frozenset(
+    "authorization proxy-authorization x-api-key cookie forwarded x-forwarded-for x-real-ip "
+    "x-request-id traceparent tracestate".split()
+)
+"""Headers that never name a session."""
+
+
+def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Problem]:
+    """What is wrong although every value is of its type."""
+    at = lines or {}
+    found: list[Problem] = []
+
+    def wrong(key: str, message: str) -> None:
+        place = key
+        while place and place not in at:
+            # What is not written itself is told where it would stand.
+            place = place[: max(place.rfind("."), place.rfind("["), 0)]
+        found.append(Problem(at.get(place), key, message))
+
+    _check_policies(config, wrong)
+    _check_workers(config, wrong)
+    _check_tenants(config, wrong)
+    _check_numbers(config, wrong)
+    ports = {"listen.port": config.listen.port, "admin.port": config.admin.port}
+    if config.metrics is not None:
+        ports["metrics.port"] = config.metrics.port
+    for where, port in ports.items():
+        if not 0 <= port <= 65535:
+            wrong(where, f"{port} is not a port: 1 to 65535, or 0 for any free one")
+    _check_secret("admin.token", config.admin.token, wrong)
+    if not _loopback(config.admin.host) and not config.admin.token:
+        wrong("admin.host", "the admin port listens beyond loopback: set admin.token, or host 127.0.0.1")
+    if not 1 <= config.retries.attempts <= 10:
+        wrong("retries.attempts", "must be from 1 (no retry) to 10")
+    if not 0 <= config.retries.budget <= 1:
+        wrong("retries.budget", "is a share of the traffic: from 0 to 1")
+    aliases: dict[str, str] = {}
+    for name, model in config.models.items():
+        if model.thinking not in ("auto", "strip_before_last_user", "keep"):
+            wrong(f"models.{name}.thinking", f"{model.thinking!r} is not one of auto, strip_before_last_user, keep")
+        for alias in model.aliases:
+            if alias in config.models or aliases.setdefault(alias, name) != name:
+                wrong(f"models.{name}.aliases", f"{alias!r} already names a model")
+    for header in config.sessions.headers:
+        if header.lower().replace("_", "-") in NAMELESS:
+            wrong(
+                "sessions.headers", f"{header!r} cannot name a session: it tells a credential, an address or a request"
+            )
+    for path in config.passthrough:
+        if not path.startswith("/"):
+            wrong("passthrough", f"{path!r} is not a path: it must begin with /")
+    return found
+
+
+def _check_policies(config: Config, wrong: Any) -> None:
+    used = {"policy": config.policy}
+    used.update({f"models.{name}.policy": model.policy for name, model in config.models.items() if model.policy})
+    used.update({f"tenants[{at}].policy": tenant.policy for at, tenant in enumerate(config.tenants) if tenant.policy})
+    for name, options in config.policies.items():
+        if not isinstance(options, dict) or "name" not in options:
+            wrong(f"policies.{name}", f"needs a 'name': one of {', '.join(policy_names())}")
+        else:
+            used.setdefault(f"policies.{name}", name)
+    for key, name in used.items():
+        named = name in config.policies
+        if named and key != f"policies.{name}":
+            continue  # it is told where it is written
+        try:
+            config.make_policy(name)
+        except UnknownPolicy:
+            known = policy_names() if named else [*config.policies, *policy_names()]
+            given = str(config.policies[name].get("name", name)) if named else name
+            near = difflib.get_close_matches(given, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+            wrong(f"{key}.name" if named else key, f"no policy is called {given!r}; {hint}")
+        except BadOption as error:
+            wrong(f"{key}.{error.option}" if error.option else key, str(error))
+
+
+def _check_numbers(config: Config, wrong: Any) -> None:
+    """What must be more than nothing: a pause of 0 would never rest, a limit of 0 would let nothing through."""
+    for section in ("listen", "sessions", "index", "timeouts", "probes"):
+        part = getattr(config, section)
+        for each in fields(part):
+            value = getattr(part, each.name)
+            if each.name != "port" and isinstance(value, int | float) and value <= 0:
+                wrong(f"{section}.{each.name}", "must be more than 0")
+    for number, worker in enumerate(config.workers):
+        if worker.kv_tokens is not None and worker.kv_tokens <= 0:
+            wrong(f"workers[{number}].kv_tokens", "must be more than 0")
+
+
+def _check_secret(key: str, secret: str | None, wrong: Any) -> None:
+    """Secrets out of files like to end with a line break, and variables to be set to nothing."""
+    if secret is None:
+        return
+    if not secret:
+        wrong(key, "is empty: leave the key out, or give it a value")
+    elif not secret.isprintable() or secret != secret.strip():
+        wrong(key, "holds a line break, a control character, or blanks at its ends: take them out")
+
+
+def _check_workers(config: Config, wrong: Any) -> None:
+
+    seen: set[str] = set()
+    for number, worker in enumerate(config.workers):
+        key = f"workers[{number}]"
+        try:
+            WorkerSpec(worker.url)
+        except ValueError as error:
+            wrong(f"{key}.url", str(error))
+        address = worker.url.rstrip("/")
+        if address in seen:
+            wrong(f"{key}.url", "this worker is listed twice")
+        seen.add(address)
+        _check_secret(f"{key}.api_key", worker.api_key, wrong)
+        if worker.engine is not None and worker.engine not in all_engines():
+            wrong(f"{key}.engine", f"{worker.engine!r} is not one of {', '.join(all_engines())}")
+        if worker.role not in (None, "unified"):
+            wrong(f"{key}.role", f"{worker.role!r} cannot be served: only 'unified' workers can")
+
+
+def _check_tenants(config: Config, wrong: Any) -> None:
+    names: set[str] = set()
+    keys: set[str] = set()
+    for number, tenant in enumerate(config.tenants):
+        key = f"tenants[{number}]"
+        if tenant.name in names:
+            wrong(f"{key}.name", f"two tenants are called {tenant.name!r}")
+        names.add(tenant.name)
+        if not tenant.name:
+            wrong(f"{key}.name", "a tenant needs a name")
+        if not tenant.keys:
+            wrong(f"{key}.keys", f"tenant {tenant.name!r} has no key: nobody could ever be it")
+        for secret in tenant.keys:
+            _check_secret(f"{key}.keys", secret, wrong)
+            if secret in keys:
+                wrong(f"{key}.keys", "this key is used twice")
+            keys.add(secret)
+        if tenant.isolation not in ("shared", "isolated"):
+            wrong(f"{key}.isolation", f"{tenant.isolation!r} is neither shared nor isolated")
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

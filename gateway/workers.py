@@ -1,0 +1,219 @@
+"""Workers and targets: what they are, what is known of them, what is in flight on them.
+
+A worker is ``joining`` until its engine was read, ``ready`` while probes and traffic agree that it serves, ``draining``
+when it shall get nothing new, ``down`` when it does not answer. Who may be used, and the accounting, is `gateway.fleet`.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+from gateway.breaker import Breaker
+from gateway.http.limits import Outward
+from gateway.http.outbox import Outbox
+from gateway.http.upstream import Pool
+from policies.base import Target as TargetView
+
+UNTOLD = 20
+"""Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""
+
+_BLANK = re.compile(r"[\x00-\x20\x7f]")
+
+
+class State(StrEnum):
+    """States of a worker."""
+
+    JOINING = "joining"
+    READY = "ready"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """One model as a worker lists it."""
+
+    name: str
+    parent: str | None = None
+    """The base model, if this is an adapter."""
+    max_length: int | None = None
+    listing: dict[str, Any] = field(default_factory=dict)
+    """The worker's own entry of ``/v1/models``."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """What an engine says of itself; ``None`` where it does not."""
+
+    engine: str = "generic"
+    version: str | None = None
+    models: list[ServedModel] = field(default_factory=list)
+    role: str | None = None
+    block_size: int | None = None
+    kv_tokens: int | None = None
+    context_length: int | None = None
+    ranks: int = 1
+    max_running: int | None = None
+    started: float | None = None
+    """The engine's start, Unix seconds: a change is a restart."""
+    missing: list[str] = field(default_factory=list)
+    """Codes of `engines.audit`: what the engine does not offer."""
+
+
+@dataclass(slots=True)
+class Load:
+    """One report of one rank's load; ``None`` where the engine does not say."""
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    taken: float = 0.0
+    """When, on the gateway's clock."""
+
+
+@dataclass(slots=True)
+class WorkerSpec:
+    """A worker as configured; ``None`` means: detect."""
+
+    url: str
+    engine: str | None = None
+    role: str | None = None
+    models: list[str] | None = None
+    api_key: str | None = None
+    kv_tokens: int | None = None
+    verify_tls: bool = True
+    ca: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("a worker's url takes no user and no password: give the key as api_key")
+        if parts.scheme not in ("http", "https") or not parts.hostname or _BLANK.search(self.url):
+            raise ValueError(f"a worker's url must look like http://host:port, not {self.url!r}")
+        if parts.query or parts.fragment:
+            raise ValueError(f"a worker's url takes no query and no fragment: {self.url!r}")
+        try:
+            parts.port  # noqa: B018
+        except ValueError:
+            raise ValueError(f"a worker's url needs a port from 1 to 65535: {self.url!r}") from None
+        if self.api_key is not None and not self.api_key.isprintable():
+            raise ValueError("a worker's api_key holds a line break or a control character")
+
+
+class Target(TargetView):
+    """One (worker, rank) with what only the gateway knows of it."""
+
+    __slots__ = ("breaker", "charged", "load_report", "paused_until", "queued", "rank", "worker")
+
+    def __init__(self, id: int, worker: Worker, rank: int) -> None:
+        super().__init__(id=id, name=worker.id if rank == 0 else f"{worker.id}#{rank}")
+        self.worker = worker
+        self.rank = rank
+        self.breaker = Breaker()
+        self.charged = 0.0
+        """Seconds of our own prefills in front."""
+        self.queued = 0.0
+        """Seconds that others' waiting requests put in front, as the engine reported."""
+        self.paused_until = 0.0
+        """It asked for a pause (Retry-After)."""
+        self.load_report: Load | None = None
+
+    def recount(self) -> None:
+        """Bring what policies see in line with the accounting."""
+        if not self.running:
+            # Sums of floats drift; an idle target is exactly idle, so that idle targets tie.
+            self.charged = 0.0
+            self.busy = self.foreign
+        self.wait = self.charged + self.queued
+
+
+class Charge:
+    """One request in flight on one target."""
+
+    __slots__ = ("context", "ended", "prefilled", "seconds", "target", "trial", "uncached")
+
+    def __init__(self, target: Target, seconds: float, uncached: float, context: float, trial: bool) -> None:
+        self.target = target
+        self.seconds = seconds
+        self.uncached = uncached
+        self.context = context
+        self.prefilled = False
+        self.ended = False
+        self.trial = trial
+
+
+class Worker:
+    """One engine process behind one URL."""
+
+    def __init__(self, spec: WorkerSpec, limits: Outward, outbox: Outbox | None = None) -> None:
+        self.spec = spec
+        parts = urlsplit(spec.url)
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.tls = _tls(spec) if parts.scheme == "https" else None
+        self.base = parts.path.rstrip("/").encode()
+        self.id = f"{self.host}:{self.port}{parts.path.rstrip('/')}"
+        self.authority = (f"[{self.host}]" if ":" in self.host else self.host) + f":{self.port}"
+        self.state = State.JOINING
+        self.reason = "not read yet"
+        """Why it is in this state, for people."""
+        self.facts = Facts(engine=spec.engine or "generic")
+        self.targets: list[Target] = []
+        self.pool = Pool(self.host, self.port, tls=self.tls, limits=limits, outbox=outbox)
+        self.failures = 0
+        """Probes and connections that failed in a row."""
+        self.successes = 0
+        self.answered = 0
+        """Requests that it answered as it should."""
+        self.ready_since: float | None = None
+        self.untold = 0
+        """Answers in a row whose usage left cached tokens out."""
+        self.observed: list[str] = []
+        """Codes of `engines.audit` that traffic showed."""
+
+    def told_cached(self, told: bool) -> None:
+        """An answer with usage came, with or without cached tokens: engines do not say otherwise that they leave them out."""
+        if told:
+            if self.untold:
+                self.untold = 0
+                self.observe("usage_details", False)
+        elif self.untold < UNTOLD:
+            self.untold += 1
+            if self.untold == UNTOLD:
+                self.observe("usage_details", True)
+
+    def observe(self, code: str, lacks: bool) -> None:
+        """Traffic shows that it lacks ``code`` of `engines.audit`, or that it does not."""
+        if lacks and code not in self.observed:
+            self.observed.append(code)
+        elif not lacks and code in self.observed:
+            self.observed.remove(code)
+
+    @property
+    def role(self) -> str:
+        """``unified``, ``prefill`` or ``decode``."""
+        return self.spec.role or self.facts.role or "unified"
+
+    @property
+    def url(self) -> str:
+        """As configured."""
+        return self.spec.url
+
+    @property
+    def running(self) -> int:
+        """Our requests in flight."""
+        return sum(target.running for target in self.targets)
+
+
+def _tls(spec: WorkerSpec) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=spec.ca)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if not spec.verify_tls:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
