@@ -31,11 +31,13 @@ from gateway.errors import (
 )
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet
+from gateway.gauges import gauges
 from gateway.http import wire
+from gateway.http.incoming import Incoming, Shape
 from gateway.http.limits import Inward, Outward
-from gateway.http.server import Inbound, Incoming, Server, Shape
+from gateway.http.server import Inbound, Server
 from gateway.listing import models, models_body
-from gateway.metrics import Gauge, Metrics, Tally
+from gateway.metrics import Metrics, Tally
 from gateway.routing import Ask, Options, Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenants
@@ -108,7 +110,7 @@ class Gateway:
         """(tenant, id of a stored response) -> worker id."""
         self._own = {b"/healthz": self._healthz, b"/readyz": self._readyz, MODELS: self._models}
         self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
-        self._gauges()
+        self.metrics.gauges += gauges(self)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -395,62 +397,6 @@ class Gateway:
         """What a target held is gone."""
         self.index.clear(target)
         self.sessions.unbind_all(target)
-
-    def _gauges(self) -> None:
-        fleet, index = self.fleet, self.index
-        targets = fleet.targets
-
-        self.metrics.gauges += [
-            Gauge(
-                "warmroute_target_in_flight",
-                "Requests in flight that this gateway sent.",
-                lambda: [((t.name,), t.running) for t in targets.values()],
-                ("target",),
-            ),
-            Gauge(
-                "warmroute_target_wait_seconds",
-                "Estimated prefill work in front of a new request.",
-                lambda: [((t.name,), t.wait) for t in targets.values()],
-                ("target",),
-            ),
-            Gauge(
-                "warmroute_target_homes",
-                "Live sessions at home on the target.",
-                lambda: [((t.name,), t.homes) for t in targets.values()],
-                ("target",),
-            ),
-            Gauge(
-                "warmroute_target_holding_pages",
-                "Pages of 256 bytes that the target is believed to hold.",
-                lambda: [((t.name,), index.pages(t.id)) for t in targets.values()],
-                ("target",),
-            ),
-            Gauge(
-                "warmroute_target_queue",
-                "Requests that the engine reports waiting; absent while it does not say.",
-                lambda: [
-                    ((t.name,), t.load_report.waiting)
-                    for t in targets.values()
-                    if t.load_report is not None and t.load_report.waiting is not None
-                ],
-                ("target",),
-            ),
-            Gauge(
-                "warmroute_worker_state",
-                "1 for the state that a worker is in.",
-                lambda: [
-                    ((worker.id, state.value), float(worker.state is state))
-                    for worker in fleet.workers.values()
-                    for state in State
-                ],
-                ("worker", "state"),
-            ),
-            Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.bytes)]),
-            Gauge("warmroute_sessions", "Live sessions.", lambda: [((), len(self.sessions))]),
-            Gauge("warmroute_connections", "Client connections.", lambda: [((), len(self.server.connections))]),
-            Gauge("warmroute_exchanges", "Requests being answered.", lambda: [((), len(self.exchanges))]),
-            Gauge("warmroute_defects", "Errors of the gateway's own since its start.", lambda: [((), self.defects)]),
-        ]
 
 
 def _turn(turn: int) -> str:

@@ -31,8 +31,9 @@ from gateway.errors import (
     WorkerFault,
 )
 from gateway.http import wire
+from gateway.http.incoming import Incoming
 from gateway.http.relay import Relay
-from gateway.http.server import Inbound, Incoming
+from gateway.http.server import Inbound
 from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
 from gateway.routing import Ask

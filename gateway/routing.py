@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
-from gateway.dialects import Prompt, Reading, Usage
+from gateway.dialects import Reading, Usage
 from gateway.errors import BadRequest, NotFound, NoWorker
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
+from gateway.prompt import Prompt
 from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant
 from gateway.workers import Target

@@ -15,7 +15,8 @@ from os import urandom
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from gateway.dialects import Prompt, Reading
+from gateway.dialects import Reading
+from gateway.prompt import Prompt
 from kv_index.pages import EMPTY, Pages
 
 ENDS = 3

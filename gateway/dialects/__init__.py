@@ -4,14 +4,13 @@ A dialect is an object called ``DIALECT`` in a module of this package. It lists 
 Reading is one typed decode; the body itself is never serialised again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import NamedTuple, Protocol
 
-from msgspec import Raw
-
 from gateway.errors import Fault
+from gateway.prompt import Prompt
 
 
 class Usage(NamedTuple):
@@ -20,61 +19,6 @@ class Usage(NamedTuple):
     prompt: int | None
     completion: int | None
     cached: int | None
-
-
-MARKS = 64
-"""How many message ends before the last are told: a turn adds an answer, and for each tool two messages more."""
-
-
-class Prompt:
-    """The canonical prompt, in the order in which a chat template renders it.
-
-    ``parts`` are the pieces that ``text`` is joined from; each of ``ends`` is how many of them stand before the end of a
-    message, and the last message ends the prompt. Leading system messages are no ends: they are shared, not said.
-    ``asks``: the last message is a user's, so that what is said up to here stays as it is when thinking is dropped.
-    """
-
-    __slots__ = ("_ends", "_parts", "asks", "messages", "text")
-
-    def __init__(
-        self,
-        parts: Sequence[bytes | Raw | str],
-        ends: Sequence[int],
-        text: bytes | None = None,
-        asks: bool = False,
-        messages: int | None = None,
-    ) -> None:
-        self.text = b"".join(parts) if text is None else text  # type: ignore[arg-type]
-        self.asks = asks
-        self.messages = len(ends) if messages is None else messages
-        """How many messages it has, those of the system included."""
-        self._parts = parts
-        self._ends = ends
-
-    @property
-    def says(self) -> bool:
-        """Whether anybody but the system said anything."""
-        return bool(self._ends)
-
-    def earlier_ends(self) -> Iterator[int]:
-        """Offsets in ``text`` at which the `MARKS` messages before the last end, the latest first.
-
-        ``text`` up to there does not depend on what follows it, as long as no thinking is dropped before it.
-        """
-        ends = self._ends
-        if len(ends) < 2:
-            return
-        offset, end = len(self.text), ends[-1]
-        for start in ends[-2 : -MARKS - 2 : -1]:
-            offset -= sum([_size(part) for part in self._parts[start:end]])
-            end = start
-            yield offset
-
-
-def _size(part: bytes | Raw | str) -> int:
-    if isinstance(part, str):
-        return len(part) if part.isascii() else len(part.encode("utf-8", "surrogatepass"))
-    return len(memoryview(part))
 
 
 class Route(NamedTuple):

@@ -5,12 +5,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects import Prompt, Reading, Route, Usage
+from gateway.dialects import Reading, Route, Usage
 from gateway.dialects.fields import (
     Common,
     Field,
-    digest,
-    encode,
     guarded_in,
     not_json,
     read_loose,
@@ -19,6 +17,7 @@ from gateway.dialects.fields import (
 from gateway.dialects.openai import object_at
 from gateway.errors import Fault
 from gateway.http.sse import payload
+from gateway.prompt import Prompt, digest, encode
 
 BILLING = "x-anthropic-billing-header:"
 """A line that Claude Code puts first and changes on every request; engines strip it, so must the key."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
-from xxhash import xxh3_128_digest
 
 from gateway.dialects import Reading
 from gateway.errors import BadRequest
@@ -32,9 +31,6 @@ GUARDED = (
 
 _guarded_values = attrgetter(*GUARDED)
 _NONE_GUARDED = (UNSET,) * len(GUARDED)
-
-GUARDED_HEADERS = frozenset((b"x-data-parallel-rank",))
-"""Their like in header form; so is everything that begins with ``x-override-``."""
 
 
 class Guarded(msgspec.Struct):
@@ -162,11 +158,6 @@ def splice(body: bytes, cut: tuple[str, ...] = (), add: dict[str, bytes] | None 
     return b"{" + b",".join(parts) + b"}"
 
 
-def digest(raw: Raw | bytes) -> bytes:
-    """What stands in a prompt for content that is not text: its digest, so that equal content is equal."""
-    return b"\x00\x05" + xxh3_128_digest(memoryview(raw))
-
-
 def session_of(common: Common) -> Iterable[tuple[str, str]]:
     """(source, value) of each session that a body names, in the field's agreed order."""
     return () if _session_values(common) == _NO_SESSION else _sessions_of(common)
@@ -213,8 +204,3 @@ def claude_code_session(user_id: Any) -> str | None:
         if isinstance(value, dict) and isinstance(value.get("session_id"), str) and value["session_id"]:
             return str(value["session_id"])
     return None
-
-
-def encode(text: str) -> bytes:
-    """UTF-8; lone surrogates survive, for a prompt must have bytes whatever the client sent."""
-    return text.encode("utf-8", "surrogatepass")

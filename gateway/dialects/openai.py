@@ -1,18 +1,16 @@
 """OpenAI's API as vLLM, SGLang, TensorRT-LLM and llama.cpp speak it."""
 
 import re
-from operator import attrgetter
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, UnsetType
 
-from gateway.dialects import Prompt, Reading, Route, Usage
+from gateway.dialects import Reading, Route, Usage
+from gateway.dialects.chat import Chat, Completions, Responses, chat_prompt, completion_prompt, responses_prompt
 from gateway.dialects.fields import (
     Common,
     Field,
-    digest,
-    encode,
     guarded_in,
     not_json,
     read_loose,
@@ -21,56 +19,7 @@ from gateway.dialects.fields import (
 )
 from gateway.errors import Fault
 from gateway.http.sse import payload
-
-
-class Part(msgspec.Struct, gc=False):
-    """One piece of a message's content."""
-
-    type: str | None = None
-    text: str | None = None
-    image_url: Field = UNSET
-    input_audio: Field = UNSET
-    audio_url: Field = UNSET
-    video_url: Field = UNSET
-    file: Field = UNSET
-
-
-class Message(msgspec.Struct, gc=False):
-    """One chat message; what is not read here does not reach the prompt in any template that we know."""
-
-    role: str | None = None
-    content: str | list[Part] | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Field = UNSET
-    tool_call_id: str | None = None
-
-
-class Chat(Common):
-    """``/v1/chat/completions``."""
-
-    messages: list[Message] | None = None
-    tools: Field = UNSET
-    chat_template: Field = UNSET
-    chat_template_kwargs: Field = UNSET
-    reasoning_effort: Field = UNSET
-    documents: Field = UNSET
-
-
-class Completions(Common):
-    """``/v1/completions``."""
-
-    prompt: Field = UNSET
-
-
-class Responses(Common):
-    """``/v1/responses``."""
-
-    input: str | list[Raw] | None = None
-    instructions: str | None = None
-    tools: Field = UNSET
-
+from gateway.prompt import Prompt
 
 _chat = msgspec.json.Decoder(Chat)
 _responses = msgspec.json.Decoder(Responses)
@@ -262,157 +211,6 @@ def _late_prompt(body: bytes, keeps_thinking: bool) -> Prompt:
         return chat_prompt(_chat.decode(body), keeps_thinking)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Prompt([body], [])
-
-
-def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
-    """Template parameters, tools, then the messages, as chat templates order them."""
-    parts: list[bytes | Raw] = []
-    for field in (chat.chat_template, chat.chat_template_kwargs, chat.reasoning_effort, chat.documents, chat.tools):
-        if not isinstance(field, UnsetType):
-            parts += (b"\x00\x01", field)
-    messages = chat.messages or []
-    plain = _plain(parts, messages)
-    if plain is not None:
-        return plain
-    last_user = 0
-    if not keeps_thinking:
-        for at in range(len(messages) - 1, 0, -1):
-            if messages[at].role == "user":
-                last_user = at
-                break
-    ends: list[int] = []
-    for at, message in enumerate(messages):
-        parts.append(_ROLES.get(message.role or "") or _role(message.role))
-        content = message.content
-        if isinstance(content, str) and _extras(message) == _NO_EXTRAS:
-            parts.append(content.encode("utf-8", "surrogatepass"))
-        else:
-            _message(parts, message, at >= last_user)
-        ends.append(len(parts))
-    asks = bool(messages) and messages[-1].role == "user"
-    return Prompt(parts, ends[_shared(messages) :], asks=asks, messages=len(messages))
-
-
-def _plain(head: list[bytes | Raw], messages: list[Message]) -> Prompt | None:
-    """The prompt when every message is a known role and a text, as most are: no step for each message but a join's."""
-    if [*map(_extras, messages)].count(_NO_EXTRAS) != len(messages):
-        return None
-    try:
-        parts = [part for message in messages for part in (_PLAIN_ROLES[message.role], message.content)]
-        text = "".join(parts)  # type: ignore[arg-type]
-    except (KeyError, TypeError):
-        return None
-    whole = b"".join(head) + text.encode("utf-8", "surrogatepass")
-    # The head counts as part of the first message.
-    ends = range(2 * _shared(messages) + 2, len(parts) + 1, 2)
-    asks = bool(messages) and messages[-1].role == "user"
-    return Prompt(parts, ends, whole, asks, len(messages))  # type: ignore[arg-type]
-
-
-def _shared(messages: list[Message]) -> int:
-    """How many leading messages are the system's."""
-    for at, message in enumerate(messages):
-        if message.role not in ("system", "developer"):
-            return at
-    return len(messages)
-
-
-def _role(role: str | None) -> bytes:
-    return b"\x00\x02" + encode(role or "") + b"\x00\x03"
-
-
-_ROLES = {role: _role(role) for role in ("system", "developer", "user", "assistant", "tool")}
-_PLAIN_ROLES: dict[str | None, str] = {role: start.decode() for role, start in _ROLES.items()}
-_extras = attrgetter("name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
-_NO_EXTRAS = (None, None, None, UNSET, None)
-
-
-def _message(parts: list[bytes | Raw], message: Message, thinks: bool) -> None:
-    """A message that is more than a role and a text; ``thinks``: the template still shows its thinking."""
-    if message.name is not None:
-        parts += (encode(message.name), b"\x00\x03")
-    thinking = message.reasoning or message.reasoning_content
-    if thinking and thinks:
-        parts += (encode(thinking), b"\x00\x04")
-    content = message.content
-    if isinstance(content, str):
-        parts.append(encode(content))
-    elif content:
-        _content(parts, content)
-    if not isinstance(message.tool_calls, UnsetType) and bytes(message.tool_calls) != b"null":
-        parts += (b"\x00\x04", message.tool_calls)
-    if message.tool_call_id is not None:
-        parts += (b"\x00\x03", encode(message.tool_call_id))
-
-
-def _content(parts: list[bytes | Raw], content: list[Part]) -> None:
-    for part in content:
-        if part.text is not None:
-            parts.append(encode(part.text))
-            continue
-        for field in (part.image_url, part.input_audio, part.audio_url, part.video_url, part.file):
-            if not isinstance(field, UnsetType):
-                parts.append(digest(field))
-
-
-def responses_prompt(request: Responses) -> Prompt:
-    """Tools, instructions, then the input items as they are: clients resend them verbatim."""
-    parts: list[bytes | Raw] = []
-    if not isinstance(request.tools, UnsetType):
-        parts += (b"\x00\x01", request.tools)
-    if request.instructions:
-        parts += (b"\x00\x02system\x00\x03", encode(request.instructions))
-    ends: list[int] = []
-    if isinstance(request.input, str):
-        parts += (b"\x00\x02user\x00\x03", encode(request.input))
-        ends.append(len(parts))
-    else:
-        shared = True
-        for item in request.input or []:
-            parts += (b"\x00\x02", item)
-            shared = shared and _item_role(item) in ("system", "developer")
-            if not shared:
-                ends.append(len(parts))
-    return Prompt(parts, ends, asks=True, messages=1 if parts else 0)
-
-
-class _Item(msgspec.Struct):
-    role: str | None = None
-
-
-_item = msgspec.json.Decoder(_Item)
-
-
-def _item_role(item: Raw) -> str | None:
-    try:
-        return _item.decode(item).role
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
-def completion_prompt(prompt: Field) -> Prompt:
-    """The text itself; of several prompts the first, for they go to one worker together."""
-    if isinstance(prompt, UnsetType):
-        return Prompt([], [])
-    try:
-        value = msgspec.json.decode(prompt)
-    except (msgspec.DecodeError, RecursionError):
-        return Prompt([bytes(prompt)], [])
-    return Prompt([text_or_tokens(value)], [])
-
-
-def text_or_tokens(value: Any) -> bytes:
-    """Bytes of a prompt given as text, as token ids (u32 each), or as a list of either."""
-    if isinstance(value, str):
-        return encode(value)
-    if isinstance(value, list) and value:
-        first = value[0]
-        if isinstance(first, int):
-            return b"".join(
-                [token.to_bytes(4, "little") for token in value if isinstance(token, int) and 0 <= token < 2**32]
-            )
-        return text_or_tokens(first)
-    return b""
 
 
 _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {

@@ -3,11 +3,13 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.dialects import Prompt, Reading, Route, Usage
+from gateway.dialects import Reading, Route, Usage
+from gateway.dialects.chat import text_or_tokens
 from gateway.dialects.fields import Common, Field, guarded_in, not_json, read_loose, session_of, value_of
-from gateway.dialects.openai import error_in, namespace_of, text_or_tokens
+from gateway.dialects.openai import error_in, namespace_of
 from gateway.errors import Fault
 from gateway.http.sse import payload
+from gateway.prompt import Prompt
 
 
 class Generate(Common):

@@ -7,7 +7,8 @@ bound. The head goes out with the first bytes of the body, in one write.
 
 from collections import deque
 
-from gateway.http.server import Inbound, Incoming
+from gateway.http.incoming import Incoming
+from gateway.http.server import Inbound
 from gateway.http.sse import boundary
 
 COMMENT = b": keep-alive\n\n"

@@ -24,7 +24,6 @@ import httptools
 from gateway.errors import (
     BadRequest,
     Crowded,
-    ExpectationFailed,
     Fault,
     HeadTooLarge,
     NotImplementedHere,
@@ -33,59 +32,15 @@ from gateway.errors import (
     WrongVersion,
 )
 from gateway.http.chunked import Chunked
+from gateway.http.incoming import Incoming, Shape, frame, origin
 from gateway.http.limits import Inward
 from gateway.http.outbox import Outbox
 
 IDLE, HEAD, BODY, BUSY, LINGER, CLOSED = range(6)
 
-_AUTHORITY = re.compile(rb"[A-Za-z]+://[^/?]*")
 _EMPTY_LINES = re.compile(rb"(?:\r\n)*")
 _REQUEST_LINE = re.compile(rb"[!-~]+ [!-~\x80-\xff]+ [!-~]+\r\n")
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,18})\r\n")
-_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"connection", b"expect", b"upgrade"))
-
-
-class Shape:
-    """The head of a request, read and checked; shared by all requests that differ from it in their length alone.
-
-    Clients repeat themselves: on one connection request after request has the same head but for ``Content-Length``.
-    Such a head is not read twice, and what others derive from it is kept with it (`memo`).
-    """
-
-    __slots__ = ("chunked", "close", "expects", "fields", "length", "memo", "method", "named", "old", "path", "query")
-
-    def __init__(self, method: bytes, target: bytes, fields: list[tuple[bytes, bytes, bytes]], old: bool) -> None:
-        self.method = method
-        self.path, _, self.query = target.partition(b"?")
-        self.fields = fields
-        """(lower-case name, name as sent, value), in order, repeats included."""
-        self.named = {low: value for low, _, value in reversed(fields)}
-        """lower-case name -> value; of a repeated field the first. ``content-length`` is that of the first such request."""
-        self.old = old
-        """HTTP/1.0: no chunked answer."""
-        self.close = old
-        """Close after the answer."""
-        self.length = 0
-        self.chunked = False
-        self.expects = False
-        self.memo: dict[object, object] = {}
-
-
-class Incoming:
-    """One request, complete with its body."""
-
-    __slots__ = ("body", "close", "fields", "memo", "method", "named", "old", "path", "query")
-
-    def __init__(self, shape: Shape) -> None:
-        self.method = shape.method
-        self.path = shape.path
-        self.query = shape.query
-        self.fields = shape.fields
-        self.named = shape.named
-        self.old = shape.old
-        self.close = shape.close
-        self.memo = shape.memo
-        self.body = b""
 
 
 class Owner(Protocol):
@@ -236,7 +191,7 @@ class Inbound(asyncio.Protocol):
         shape = self._shape
         if shape is None or key != self._shape_key:
             shape = self._parse(head)
-            _frame(shape)
+            frame(shape)
             self._shape, self._shape_key = shape, key
         elif found is not None:
             # A head with two lengths was never accepted, so equal keys have their one length in the same place.
@@ -271,7 +226,7 @@ class Inbound(asyncio.Protocol):
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise WrongVersion("only HTTP/1.1 and HTTP/1.0 are spoken here")
-        return Shape(parser.get_method(), _origin(self._target), self._fields, version == "1.0")
+        return Shape(parser.get_method(), origin(self._target), self._fields, version == "1.0")
 
     def on_url(self, url: bytes) -> None:
         """Callback of llhttp; may come in pieces."""
@@ -467,68 +422,3 @@ class Server:
         for connection in list(self.connections):
             if connection.phase == IDLE:
                 connection.shut()
-
-
-def _origin(target: bytes) -> bytes:
-    """Origin form of a request target; absolute form is accepted as RFC 9112 section 3.2.2 demands."""
-    if target.startswith(b"/"):
-        return target
-    low = target[:8].lower()
-    if low.startswith((b"http://", b"https://")):
-        authority = _AUTHORITY.match(target)
-        rest = target[authority.end() :] if authority is not None else b""
-        return rest if rest.startswith(b"/") else b"/" + rest
-    if target == b"*":
-        return target
-    raise BadRequest("malformed request target")
-
-
-def _frame(shape: Shape) -> None:
-    """Length, coding and expectation of a request, from its fields alone. Raises `Fault` for what could be read in two ways."""
-    length = codings = host = expect = connection = None
-    for low, _, value in shape.fields:
-        if low not in _FRAMING:
-            continue
-        if low == b"content-length":
-            if length is not None:
-                raise BadRequest("Content-Length appears twice")
-            length = value
-        elif low == b"transfer-encoding":
-            if codings is not None:
-                raise BadRequest("Transfer-Encoding appears twice")
-            codings = value
-        elif low == b"host":
-            if host is not None:
-                raise BadRequest("Host appears twice")
-            host = value
-        elif low == b"upgrade":
-            raise NotImplementedHere("upgrades are not supported")
-        elif low == b"expect":
-            expect = value
-        else:
-            connection = value if connection is None else connection + b"," + value
-    if host is None and not shape.old:
-        raise BadRequest("Host is missing")
-    if connection is not None:
-        options = {option.strip().lower() for option in connection.split(b",")}
-        if b"close" in options:
-            shape.close = True
-        elif shape.old and b"keep-alive" in options:
-            shape.close = False
-    if codings is not None:
-        if length is not None:
-            raise BadRequest("both Content-Length and Transfer-Encoding")
-        if shape.old:
-            raise BadRequest("Transfer-Encoding in HTTP/1.0")
-        if codings.lower() != b"chunked":
-            raise BadRequest("the only transfer coding is chunked")
-    size = 0
-    if length is not None:
-        if not length.isdigit() or len(length) > 18:
-            raise BadRequest("malformed Content-Length")
-        size = int(length)
-    if expect is not None and expect.lower() != b"100-continue":
-        raise ExpectationFailed("the only expectation is 100-continue")
-    shape.length = size
-    shape.chunked = codings is not None
-    shape.expects = expect is not None and not shape.old

@@ -1,7 +1,9 @@
 """Heads on the wire, in both directions: what is passed on, what stops here, what is ours."""
 
-from gateway.dialects.fields import GUARDED_HEADERS
-from gateway.http.server import Incoming
+from gateway.http.incoming import Incoming
+
+GUARDED_HEADERS = frozenset((b"x-data-parallel-rank",))
+"""Fields that only the gateway may set; so is everything that begins with ``x-override-``."""
 
 STATUS = {
     200: b"OK",

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from xxhash import xxh3_64_intdigest
 
 from gateway.config import Config
-from gateway.dialects import Prompt, Reading, all_dialects
+from gateway.dialects import Reading, all_dialects
+from gateway.prompt import Prompt
 from gateway.sessions import Found, Session, Sessions
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import Raw, admin, chat, once, request

@@ -1,0 +1,68 @@
+"""Gauges: what is read of the gateway when it is scraped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gateway.metrics import Gauge
+from gateway.workers import State
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+
+def gauges(gateway: Gateway) -> list[Gauge]:
+    """Every gauge of ``gateway``; targets and workers are those of the moment of the scrape."""
+    fleet, index = gateway.fleet, gateway.index
+    targets = fleet.targets
+    return [
+        Gauge(
+            "warmroute_target_in_flight",
+            "Requests in flight that this gateway sent.",
+            lambda: [((t.name,), t.running) for t in targets.values()],
+            ("target",),
+        ),
+        Gauge(
+            "warmroute_target_wait_seconds",
+            "Estimated prefill work in front of a new request.",
+            lambda: [((t.name,), t.wait) for t in targets.values()],
+            ("target",),
+        ),
+        Gauge(
+            "warmroute_target_homes",
+            "Live sessions at home on the target.",
+            lambda: [((t.name,), t.homes) for t in targets.values()],
+            ("target",),
+        ),
+        Gauge(
+            "warmroute_target_holding_pages",
+            "Pages of 256 bytes that the target is believed to hold.",
+            lambda: [((t.name,), index.pages(t.id)) for t in targets.values()],
+            ("target",),
+        ),
+        Gauge(
+            "warmroute_target_queue",
+            "Requests that the engine reports waiting; absent while it does not say.",
+            lambda: [
+                ((t.name,), t.load_report.waiting)
+                for t in targets.values()
+                if t.load_report is not None and t.load_report.waiting is not None
+            ],
+            ("target",),
+        ),
+        Gauge(
+            "warmroute_worker_state",
+            "1 for the state that a worker is in.",
+            lambda: [
+                ((worker.id, state.value), float(worker.state is state))
+                for worker in fleet.workers.values()
+                for state in State
+            ],
+            ("worker", "state"),
+        ),
+        Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.bytes)]),
+        Gauge("warmroute_sessions", "Live sessions.", lambda: [((), len(gateway.sessions))]),
+        Gauge("warmroute_connections", "Client connections.", lambda: [((), len(gateway.server.connections))]),
+        Gauge("warmroute_exchanges", "Requests being answered.", lambda: [((), len(gateway.exchanges))]),
+        Gauge("warmroute_defects", "Errors of the gateway's own since its start.", lambda: [((), gateway.defects)]),
+    ]
