@@ -9,10 +9,7 @@ from gateway.dialects import Reading, Route, Usage
 from gateway.dialects.fields import (
     Common,
     Field,
-    guarded_in,
-    not_json,
-    read_loose,
-    session_of,
+    read_common,
 )
 from gateway.dialects.openai import object_at
 from gateway.errors import Fault
@@ -69,19 +66,9 @@ class Anthropic:
     def read(self, route: Route, body: bytes, light: bool = False) -> Reading:
         """One typed decode; a body of unexpected types is routed by its raw bytes."""
         reading = Reading()
-        try:
-            request = _messages.decode(body)
-        except msgspec.ValidationError as problem:
-            read_loose(reading, body, problem)
-            if route.generates:
-                reading.make_prompt = lambda keeps: Prompt([body], [])
+        request = read_common(_messages, reading, body, route.generates)
+        if request is None:
             return reading
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise not_json(error) from None
-        reading.model = request.model
-        reading.stream = bool(request.stream)
-        reading.guarded = guarded_in(request, body)
-        reading.session = lambda: session_of(request)
         if route.generates:
             reading.make_prompt = lambda keeps: messages_prompt(request, keeps)
         return reading

@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects import Reading
 from gateway.errors import BadRequest
+from gateway.prompt import Prompt
 
 Field = Raw | UnsetType
 
@@ -96,8 +97,32 @@ def text_of(field: Field) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def read_loose(reading: Reading, body: bytes, problem: msgspec.ValidationError) -> None:
-    """Read what can be read of a body of unexpected types. Raises `BadRequest` when it is not an object of that kind."""
+Typed = TypeVar("Typed", bound=Common)
+
+
+def read_common(decoder: msgspec.json.Decoder[Typed], reading: Reading, body: bytes, generates: bool) -> Typed | None:
+    """Decode ``body`` and fill in what all dialects read alike.
+
+    ``None`` for a body whose types no dialect expects: it is routed by its raw bytes. Raises `BadRequest` for what is not
+    JSON or not such an object.
+    """
+    try:
+        common = decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        _read_loose(reading, body, problem)
+        if generates:
+            reading.make_prompt = lambda keeps: Prompt([body], [])
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(error) from None
+    reading.model = common.model
+    reading.stream = bool(common.stream)
+    reading.guarded = guarded_in(common, body)
+    reading.session = lambda: session_of(common)
+    return common
+
+
+def _read_loose(reading: Reading, body: bytes, problem: msgspec.ValidationError) -> None:
     try:
         loose = _loose.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -11,10 +11,7 @@ from gateway.dialects.chat import Chat, Completions, Responses, chat_prompt, com
 from gateway.dialects.fields import (
     Common,
     Field,
-    guarded_in,
-    not_json,
-    read_loose,
-    session_of,
+    read_common,
     text_of,
 )
 from gateway.errors import Fault
@@ -61,19 +58,9 @@ class OpenAI:
         reading = Reading()
         late = light and route.kind == "chat"
         decoder: msgspec.json.Decoder[Any] = _common if late else _DECODERS.get(route.kind, _common)
-        try:
-            common = decoder.decode(body)
-        except msgspec.ValidationError as problem:
-            read_loose(reading, body, problem)
-            if route.generates:
-                reading.make_prompt = lambda keeps: Prompt([body], [])
+        common = read_common(decoder, reading, body, route.generates)
+        if common is None:
             return reading
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise not_json(error) from None
-        reading.model = common.model
-        reading.stream = bool(common.stream)
-        reading.guarded = guarded_in(common, body)
-        reading.session = lambda: session_of(common)
         if not route.generates:
             return reading
         reading.namespace = namespace_of(common)

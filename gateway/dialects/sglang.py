@@ -5,7 +5,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.dialects import Reading, Route, Usage
 from gateway.dialects.chat import text_or_tokens
-from gateway.dialects.fields import Common, Field, guarded_in, not_json, read_loose, session_of, value_of
+from gateway.dialects.fields import Common, Field, read_common, value_of
 from gateway.dialects.openai import error_in, namespace_of
 from gateway.errors import Fault
 from gateway.http.sse import payload
@@ -32,19 +32,10 @@ class SGLang:
     def read(self, route: Route, body: bytes, light: bool = False) -> Reading:
         """One typed decode; batches are routed by their first prompt."""
         reading = Reading()
-        try:
-            request = _generate.decode(body)
-        except msgspec.ValidationError as problem:
-            read_loose(reading, body, problem)
-            reading.make_prompt = lambda keeps: Prompt([body], [])
+        request = read_common(_generate, reading, body, True)
+        if request is None:
             return reading
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise not_json(error) from None
-        reading.model = request.model
-        reading.stream = bool(request.stream)
-        reading.guarded = guarded_in(request, body)
         reading.namespace = namespace_of(request)
-        reading.session = lambda: session_of(request)
         reading.make_prompt = lambda keeps: _prompt(request)
         return reading
 

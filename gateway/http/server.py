@@ -2,8 +2,7 @@
 
 The head is found and checked as raw bytes before llhttp sees it, because a parser shows what it understood, not what was
 there: bare CR or LF, NUL and folded lines are refused whatever the parser thinks of them. llhttp then checks the grammar
-and cuts the fields. Framing is decided here from the fields alone, and anything that two servers could read differently
-is 400 and close: that is all there is to request smuggling.
+and cuts the fields; `incoming.frame` decides the framing from them. Whatever is refused there is 4xx and close.
 
     IDLE -> HEAD -> BODY -> BUSY (an exchange answers; what comes meanwhile is kept, up to a bound) -> IDLE ...
                                 \\-> LINGER (refused: what still comes is dropped) -> CLOSED
