@@ -17,7 +17,6 @@ import openai
 import pytest
 
 from gateway.config import Config
-from gateway.fleet import State
 from gateway.run import Running
 from load_tests.client import quantile
 from tests.real_engines.vllm.conftest import Begin, Fleet
@@ -56,9 +55,11 @@ def only(engines: list[VLLM], worker: str) -> VLLM:
     return engine
 
 
-def row(running: Running, engine: VLLM) -> dict[str, Any]:
+async def row(running: Running, engine: VLLM) -> dict[str, Any]:
     """What the control plane says of its only target."""
-    (target,) = running.admin._worker(running.fleet.workers[engine.id])["targets"]
+    async with client() as http:
+        worker = (await http.get(f"http://127.0.0.1:{running.admin.port}/workers/{engine.id}")).json()
+    (target,) = worker["targets"]
     return target
 
 
@@ -175,8 +176,7 @@ async def test_what_an_engine_had_to_evict_is_not_believed(gateway: Begin, engin
     assert (cached.predicted or 0) < 0.1 * cached.prompt
     assert kept[0].cached > 0.9 * kept[0].prompt
     assert (kept[0].predicted or 0) > 0.9 * kept[0].prompt
-    (target,) = running.fleet.targets.values()
-    assert running.index.evicted(target.id) > 0
+    assert (await row(running, one))["evicted_pages"] > 0
 
 
 async def test_the_load_that_others_bring_is_seen(gateway: Begin, engines: Fleet) -> None:
@@ -510,7 +510,7 @@ async def test_a_killed_engine_ends_its_stream_and_comes_back_empty(gateway: Beg
 
     async with client() as http:
         await asyncio.gather(*[new_session(http) for _ in range(4)])
-        assert all(row(running, engine)["holding_pages"] for engine in both)
+        assert all([(await row(running, engine))["holding_pages"] for engine in both])
 
         worker, told, data = await broken_stream(running, lambda worker, _: only(both, worker).kill())
         dead = only(both, worker)
@@ -518,8 +518,9 @@ async def test_a_killed_engine_ends_its_stream_and_comes_back_empty(gateway: Beg
         assert data.endswith(b"data: [DONE]\n\n")
         assert told[-1]["error"]["code"] in (502, 504)
         assert [turn.worker for turn in [await new_session(http) for _ in range(4)]] == [other.id] * 4
-        await until(lambda: running.fleet.workers[dead.id].state is State.DOWN, 10)
-        assert (row(running, dead)["holding_pages"], row(running, dead)["homes"]) == (0, 0)
+        await until(lambda: running.fleet.workers[dead.id].state == "down", 10)
+        told_of = await row(running, dead)
+        assert (told_of["holding_pages"], told_of["homes"]) == (0, 0)
         sums = await scraped(running)
         assert sums["warmroute_requests_total/stream_error"] == 1
         assert sums["warmroute_requests_total/ok"] == 8
@@ -528,9 +529,9 @@ async def test_a_killed_engine_ends_its_stream_and_comes_back_empty(gateway: Beg
         # Narrow, as the next test wants it.
         await asyncio.to_thread(dead.start, NARROW)
         await asyncio.to_thread(dead.wait)
-        await until(lambda: running.fleet.workers[dead.id].state is State.READY)
+        await until(lambda: running.fleet.workers[dead.id].state == "ready")
         assert running.fleet.workers[dead.id].facts.started != before
-        assert row(running, dead)["holding_pages"] == 0
+        assert (await row(running, dead))["holding_pages"] == 0
         used = False
         async with asyncio.timeout(60):
             # A cold worker works its way up to its share.
@@ -538,7 +539,7 @@ async def test_a_killed_engine_ends_its_stream_and_comes_back_empty(gateway: Beg
                 turn = await new_session(http)
                 used = turn.worker == dead.id
         assert turn.cached == 0
-        assert row(running, dead)["holding_pages"] > 0
+        assert (await row(running, dead))["holding_pages"] > 0
         again = await ask(http, address(running), said("once more " * 100, max_tokens=4))
         assert again.completion == 4
 
@@ -591,7 +592,7 @@ async def test_an_engine_told_to_end_breaks_its_stream(gateway: Begin, engines: 
     assert data.count(b"[DONE]") == 1
     ended = told[-1] if "error" in told[-1] else None
     assert ended["error"]["code"] >= 500 if ended is not None else finish(told) == "abort"
-    await until(lambda: running.fleet.workers[worker].state is State.DOWN, 20)
+    await until(lambda: running.fleet.workers[worker].state == "down", 20)
     sums = await scraped(running)
     assert sums["warmroute_requests_total/stream_error"] == 1 or ended is None
     async with client() as http:
@@ -600,14 +601,38 @@ async def test_an_engine_told_to_end_breaks_its_stream(gateway: Begin, engines: 
     only(both, worker).end()
 
 
+_SURFACES = {
+    CHAT: {"messages": [{"role": "user", "content": "a long answer"}], "max_tokens": LONG, "ignore_eos": True},
+    "/v1/completions": {"prompt": "a long answer", "max_tokens": LONG, "ignore_eos": True},
+    "/v1/responses": {"input": "a long answer", "max_output_tokens": LONG},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a long answer"}], "max_tokens": LONG},
+}
+
+
 async def test_an_engine_core_that_dies_under_a_live_server(
     gateway: Begin, servers: list[VLLM], engines: Fleet
 ) -> None:
-    alive = [engine for engine in servers if engine.alive][:1] or engines(None, None)[:1]
+    alive = [engine for engine in servers if engine.alive and engine.flags == PLAIN][:1] or engines(PLAIN, PLAIN)[:1]
     running = await gateway(alive)
-    worker, told, data = await broken_stream(running, lambda *_: alive[0].kill_core())
-    assert data.endswith(b"data: [DONE]\n\n")
-    assert told[-1]["error"]["code"] >= 500
-    await until(lambda: running.fleet.workers[worker].state is State.DOWN, 20)
-    assert (await scraped(running))["warmroute_requests_total/stream_error"] == 1
+    data = dict.fromkeys(_SURFACES, b"")
+
+    async def stream(http: httpx.AsyncClient, path: str) -> None:
+        body = {"model": MODEL, "temperature": 0, "stream": True, **_SURFACES[path]}
+        async with http.stream("POST", address(running) + path, json=body) as response:
+            async for piece in response.aiter_bytes():
+                data[path] += piece
+
+    async with client() as http:
+        streams = [asyncio.create_task(stream(http, path)) for path in _SURFACES]
+        await until(lambda: all(each.count(b"\n\n") > 20 for each in data.values()))
+        await asyncio.to_thread(alive[0].kill_core)
+        await asyncio.gather(*streams)
+    await until(lambda: next(iter(running.fleet.workers.values())).state == "down", 20)
+    sums = await scraped(running)
     alive[0].end()
+    for path, each in data.items():
+        told = events(each)
+        assert "error" in told[-1]
+        assert all(not event.get("error") for event in told[:-1])
+        assert each.count(b"data: [DONE]\n\n") == (path != "/v1/messages")
+    assert sums["warmroute_requests_total/stream_error"] == len(data)
