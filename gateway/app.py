@@ -10,6 +10,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from hashlib import blake2b
 from itertools import count
 from math import inf
 from os import urandom
@@ -22,6 +23,7 @@ from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
 from gateway.dialects.fields import splice
 from gateway.errors import (
     Backpressure,
+    BadRequest,
     Fault,
     Internal,
     NotFound,
@@ -29,7 +31,7 @@ from gateway.errors import (
     WorkerFault,
     WrongMethod,
 )
-from gateway.exchange import Exchange
+from gateway.exchange import SILENT, Exchange
 from gateway.fleet import Fleet
 from gateway.gauges import gauges
 from gateway.http import wire
@@ -41,7 +43,7 @@ from gateway.metrics import Metrics, Tally
 from gateway.routing import Ask, Options, Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenants
-from gateway.workers import Charge, State, Target
+from gateway.workers import Charge, Target, Worker
 from kv_index.radix import RadixIndex
 from policies.base import Choice
 
@@ -52,6 +54,8 @@ STORED = Route("stored", generates=False, opaque=True, methods=(b"GET", b"DELETE
 STORED_CANCEL = Route("stored", generates=False, opaque=True, methods=(b"POST",))
 _STORED = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel|/input_items)?")
 MODELS = b"/v1/models"
+SALTED = frozenset(("vllm", "sglang", "tensorrt_llm"))
+"""Engines that keep caches of different ``cache_salt`` apart."""
 RESERVE = 10.0
 """Retries that are always allowed, whatever the budget."""
 PINS = 100_000
@@ -75,6 +79,7 @@ class Gateway:
         attempts: int = 3,
         retry_budget: float = 0.1,
         passthrough: tuple[str, ...] = (),
+        isolation_key: str | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -103,6 +108,7 @@ class Gateway:
         }
         for path in passthrough:
             self.routes.setdefault(path.encode(), (self.fallback, OPAQUE))
+        self._secret = blake2b(isolation_key.encode() if isolation_key else urandom(32)).digest()
         self.defects = 0
         self._boot = urandom(6).hex().encode()
         self._serial = count()
@@ -160,7 +166,9 @@ class Gateway:
 
     def _read(self, incoming: Incoming, dialect: Dialect, route: Route) -> Reading:
         encoding = incoming.named.get(b"content-encoding")
-        if route.opaque or not incoming.body or (encoding is not None and encoding.lower() != b"identity"):
+        # Engines read a JSON body whatever the field says of it, so it has to be read here too.
+        compressed = encoding is not None and not incoming.body.lstrip(b" \t\r\n").startswith(b"{")
+        if route.opaque or not incoming.body or compressed:
             reading = Reading()
             reading.opaque = True
             reading.model = _multipart_model(incoming) if route.opaque else None
@@ -205,10 +213,22 @@ class Gateway:
         reading, model = exchange.reading, exchange.ask.model
         body = exchange.body
         renamed = model is not None and reading.model is not None and reading.model != model.name
-        if not (renamed or reading.guarded) or exchange.route.opaque:
+        salted = exchange.ask.tenant.isolated and exchange.route.generates and not reading.opaque
+        if not (renamed or reading.guarded or salted):
             return body
+        if reading.opaque and model is not None and not _is_json(exchange.incoming):
+            raise BadRequest(
+                f"the alias {reading.model!r} cannot be used here: name the model {model.name!r}", param="model"
+            )
         add = {"model": msgspec.json.encode(model.name)} if renamed and model is not None else {}
+        if salted and target.worker.facts.engine in SALTED:
+            add["cache_salt"] = msgspec.json.encode(self.salt(exchange.ask))
         return splice(body, reading.guarded, add)
+
+    def salt(self, ask: Ask) -> str:
+        """What keeps an isolated tenant's cache apart in the engine; made with the client's own salt, and tells nothing."""
+        told = ask.tenant.name.encode() + b"\x00" + ask.reading.namespace
+        return blake2b(told, key=self._secret, digest_size=16).hexdigest()
 
     # -- what exchanges tell ----------------------------------------------------------------------------------------
 
@@ -223,17 +243,28 @@ class Gateway:
         if ask.found is not None:
             self.metrics.session_sources.add((ask.found,))
 
+    def begun(self, exchange: Exchange) -> None:
+        """The client's answer begins: the worker serves, and the request will not be sent again."""
+        target = exchange.target
+        if target is not None and exchange.status < 500 and target.breaker.open_until is not None:
+            self.fleet.succeeded(target)
+        self.routing.begun(exchange.ask)
+
+    def heard(self, worker: Worker) -> float:
+        """When a byte of any running answer last came from ``worker``."""
+        return max(
+            (e.last_at for e in self.exchanges if e.target is not None and e.target.worker is worker), default=0.0
+        )
+
     def first_event(self, exchange: Exchange, charge: Charge) -> None:
         """The first event of a stream came: its prefill is over."""
         target = charge.target
-        alone = target.running == 1 and not target.foreign
         self.fleet.first_byte(charge)
         ask = exchange.ask
         tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, target.name)
         tally.first_token(_turn(ask.turn), exchange.first_at - exchange.started)
-        if alone and ask.request.tokens is not None and ask.model is not None:
-            calibration = self.fleet.calibration(ask.model.name, target.worker.facts.engine)
-            calibration.first_byte(charge.uncached, charge.context, exchange.first_at - exchange.sent_at)
+        if charge.alone and ask.request.tokens is not None:
+            exchange.alone = True
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
         """An exchange is over, whatever the outcome."""
@@ -244,13 +275,13 @@ class Gateway:
             self.metrics.requests.add((who[0], who[1], exchange.route.kind, who[2], outcome))
             self.metrics.duration.observe(who, seconds)
             return
-        # A target that was removed meanwhile has no series any more, and gets none anew.
-        name = target.name if target.id in self.fleet.targets else "removed"
-        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, name)
+        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, self.label(target))
         tally.ended(exchange.route.kind, outcome, seconds)
         if not streaming:
             return
         self.routing.settle(ask, target, usage)
+        if exchange.alone:
+            self._calibrate(exchange, target, usage)
         if ask.predicted is not None and ask.request.tokens is not None:
             tally.predicted[0] += ask.predicted
             tally.predicted_prompt[0] += ask.request.tokens
@@ -259,12 +290,23 @@ class Gateway:
         if exchange.route.kind == "responses" and outcome == "ok":
             self._remember_response(exchange, target)
 
+    def _calibrate(self, exchange: Exchange, target: Target, usage: Usage | None) -> None:
+        """Learn from a first event that nothing else delayed."""
+        seconds = exchange.first_at - exchange.sent_at
+        if usage is not None and usage.prompt is not None and usage.cached is not None:
+            # What the engine says was computed, not what was believed: a wrong belief must not become a rate.
+            target.calibration.first_byte(usage.prompt - usage.cached, usage.cached, seconds)
+        elif exchange.ask.request.tokens is not None:
+            context = exchange.ask.context
+            target.calibration.first_byte(exchange.ask.request.tokens - context, context, seconds)
+
     def _count_usage(self, exchange: Exchange, usage: Usage, tally: Tally) -> None:
         ask = exchange.ask
         if usage.prompt is not None:
             tally.prompt[0] += usage.prompt
-            if exchange.target is not None:
-                exchange.target.worker.told_cached(usage.cached is not None)
+            target = exchange.target
+            assert target is not None
+            target.worker.told_cached(usage.cached is not None)
             if usage.cached is not None:
                 tally.cached[0] += usage.cached
                 tally.reported[0] += usage.prompt
@@ -276,9 +318,6 @@ class Gateway:
             if exchange.events and usage.completion > 1 and exchange.last_at > exchange.first_at:
                 between = (exchange.last_at - exchange.first_at) / (usage.completion - 1)
                 self.metrics.inter_token.observe_in(tally.inter_token, between)
-                if ask.model is not None and exchange.target is not None:
-                    engine = exchange.target.worker.facts.engine
-                    self.fleet.calibration(ask.model.name, engine).between_tokens(between)
 
     def _remember_response(self, exchange: Exchange, target: Target) -> None:
         found = _response_id(exchange.tail)
@@ -287,19 +326,28 @@ class Gateway:
             if len(self._pins) > PINS:
                 self._pins.popitem(last=False)
 
+    def label(self, target: Target) -> str:
+        """Its name for metrics; one that was removed has no series any more, and gets none anew."""
+        return target.name if target.id in self.fleet.targets else "removed"
+
     def worker_fault(self, target: Target, fault: WorkerFault) -> None:
         """A worker did wrong."""
         now = self.clock()
-        self.metrics.worker_faults.add((target.name, type(fault).__name__.lower()))
+        self.metrics.worker_faults.add((self.label(target), type(fault).__name__.lower()))
         if self.fleet.failed(target, now):
-            self.metrics.breakers.add((target.name,))
+            self.metrics.breakers.add((self.label(target),))
             log.warning("breaker of %s opened: %s", target.name, fault.message)
         self.fleet.connection_failed(target.worker, fault)
 
     def worker_full(self, target: Target, fault: Backpressure, now: float) -> None:
         """A worker said it is full: leave it alone for as long as it asks, or a moment."""
-        self.metrics.backpressure.add((target.name,))
-        self.fleet.pause(target, now + min(fault.retry_after or 0.2, 60.0))
+        self.metrics.backpressure.add((self.label(target),))
+        asked = fault.retry_after
+        if fault.status == 429 or asked is None:
+            # A quota may be one client's alone, and nothing said is a moment's rest: neither keeps others out for long.
+            self.fleet.pause(target, now + min(asked or 0.2, 2.0), firm=False)
+        else:
+            self.fleet.pause(target, now + min(asked, 60.0), firm=True)
 
     def may_retry(self, ask: Ask, tried: set[int], fault: Fault) -> bool:
         """Whether there is another target, and the retry budget (a share of the traffic) allows an attempt; takes it if so."""
@@ -362,9 +410,9 @@ class Gateway:
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
         """Whether every configured model has a ready worker (any worker, if no model is configured)."""
-        models = sorted(self.options.configured)
-        lacking = [model for model in models if not any(w.state is State.READY for w in self.fleet.serving(model))]
-        ready = not self.ending and not lacking and any(True for _ in self.fleet.ready())
+        configured = sorted(self.options.configured)
+        lacking = [name for name in configured if self.fleet.view(name) is None]
+        ready = not self.ending and not lacking and self.fleet.view(None) is not None
         reason = (
             "shutting down" if self.ending else "no ready worker" if not lacking else "models without a ready worker"
         )
@@ -391,7 +439,16 @@ class Gateway:
         self.fleet.sweep(now)
         self.sessions.sweep(now)
         for exchange in [e for e in self.exchanges if e.deadline < inf]:
-            exchange.overdue(now)
+            try:
+                exchange.overdue(now)
+            except Exception:
+                self.defect("ending an overdue request")
+
+    def worker_down(self, worker: Worker) -> None:
+        """A worker does not answer any more: what waits for it must not wait out its own time."""
+        silent = self.clock() - SILENT
+        for exchange in [e for e in self.exchanges if e.target is not None and e.target.worker is worker]:
+            exchange.worker_down(silent)
 
     def forget_target(self, target: int) -> None:
         """What a target held is gone."""
@@ -409,6 +466,10 @@ def _show(path: bytes) -> str:
     return path[:200].decode("ascii", "replace")
 
 
+def _is_json(incoming: Incoming) -> bool:
+    return incoming.named.get(b"content-type", b"").lower().startswith(b"application/json")
+
+
 def _multipart_model(incoming: Incoming) -> str | None:
     """The ``model`` field of a multipart form, or of a JSON body that is otherwise opaque."""
     kind = incoming.named.get(b"content-type", b"")
@@ -419,7 +480,7 @@ def _multipart_model(incoming: Incoming) -> str | None:
         if 0 <= end - start - 4 <= 256:
             return incoming.body[start + 4 : end].decode("utf-8", "replace") or None
         return None
-    if kind.startswith(b"application/json"):
+    if _is_json(incoming):
         try:
             value = msgspec.json.decode(incoming.body, type=dict[str, msgspec.Raw]).get("model")
             name = msgspec.json.decode(value) if value is not None else None

@@ -24,8 +24,6 @@ class Calibration:
 
     rates: Rates = field(default_factory=Rates)
     samples: int = 0
-    step: float | None = None
-    """Seconds between two tokens of one stream, smoothed; ``None`` until seen."""
     _gram: list[float] = field(default_factory=lambda: [0.0] * 6)
     """Upper triangle of the weighted x'x: 11 12 13 22 23 33."""
     _moment: list[float] = field(default_factory=lambda: [0.0] * 3)
@@ -44,11 +42,6 @@ class Calibration:
         self.samples += 1
         if self.samples % SOLVE_EVERY == 0:
             self._solve()
-
-    def between_tokens(self, seconds: float) -> None:
-        """Mean time between two tokens of a stream that ended."""
-        if 0 < seconds < 60:
-            self.step = seconds if self.step is None else 0.98 * self.step + 0.02 * seconds
 
     def _solve(self) -> None:
         g11, g12, g13, g22, g23, g33 = self._gram

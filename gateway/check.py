@@ -12,7 +12,7 @@ from gateway.engines.audit import lacks
 from gateway.errors import WorkerFault
 from gateway.fleet import Fleet
 from gateway.probe import Probe
-from gateway.workers import Worker, WorkerSpec
+from gateway.workers import Worker
 
 
 async def check_fleet(config: Config, as_json: bool) -> int:
@@ -26,18 +26,7 @@ async def check_fleet(config: Config, as_json: bool) -> int:
     rows: list[tuple[Worker, str | None]] = []
     try:
         for each in config.workers:
-            worker = fleet.add(
-                WorkerSpec(
-                    each.url,
-                    each.engine,
-                    each.role,
-                    each.models,
-                    each.api_key,
-                    each.kv_tokens,
-                    each.verify_tls,
-                    each.ca,
-                )
-            )
+            worker = fleet.add(each.spec())
             problem = None
             try:
                 fleet.describe(worker, await probe.read(worker))

@@ -13,6 +13,7 @@ import yaml
 
 from gateway.config_check import check
 from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null
+from gateway.workers import WorkerSpec
 from policies.base import Policy, load as load_policy
 
 
@@ -79,6 +80,10 @@ class WorkerConfig:
     kv_tokens: Count | None = None
     verify_tls: bool = True
     ca: str | None = None
+
+    def spec(self) -> WorkerSpec:
+        """For the fleet. Raises `ValueError` for a bad url."""
+        return WorkerSpec(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 @dataclass(slots=True)
@@ -157,6 +162,8 @@ class Config:
     timeouts: Timeouts = field(default_factory=Timeouts)
     probes: Probes = field(default_factory=Probes)
     passthrough: list[str] = field(default_factory=list)
+    isolation_key: Secret | None = None
+    """What isolated tenants' cache salts are made with: the same for all replicas, and over restarts. Random if not given."""
     drain: Seconds = 5.0
     """Between readiness going off and connections being refused at shutdown."""
     drain_limit: Seconds = 600.0

@@ -5,7 +5,7 @@
     |     BadRequest 400, Unauthorized 401, Forbidden 403, NotFound 404, WrongMethod 405, TimedOut 408,
     |     TooLarge 413, ExpectationFailed 417, HeadTooLarge 431, NotImplementedHere 501, WrongVersion 505
     |-- WorkerFault          a worker broke its promise; counts against it
-    |     Refused 502, Reset 502, Malformed 502, ServerError 502, Stalled 504
+    |     Refused 502, Unresolved 502, Reset 502, Malformed 502, ServerError 502, Stalled 504
     |-- Backpressure 503     a worker is full: not a fault of anybody, goes elsewhere
     `-- GatewayFault         nothing that could serve the request
           NoWorker 503, NoConnection 503, Crowded 503, Internal 500
@@ -121,6 +121,10 @@ class WorkerFault(Fault):
 
 class Refused(WorkerFault):
     """No connection could be made."""
+
+
+class Unresolved(WorkerFault):
+    """The worker's name has no address."""
 
 
 class Reset(WorkerFault):

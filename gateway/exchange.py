@@ -26,6 +26,7 @@ from gateway.errors import (
     GatewayFault,
     Internal,
     NoWorker,
+    Reset,
     ServerError,
     Stalled,
     WorkerFault,
@@ -34,10 +35,10 @@ from gateway.http import wire
 from gateway.http.incoming import Incoming
 from gateway.http.relay import Relay
 from gateway.http.server import Inbound
-from gateway.http.sse import first_event
+from gateway.http.sse import events, first_event
 from gateway.http.upstream import Outbound
 from gateway.routing import Ask
-from gateway.workers import Charge, Target
+from gateway.workers import Charge, State, Target
 from policies.base import Choice
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ if TYPE_CHECKING:
 
 CHOOSING, WAITING, PEEKING, REFUSED, RELAYING, ENDED = range(6)
 PHASES = ("choosing", "waiting", "first_event", "waiting", "streaming", "ended")
+
+SILENT = 5.0
+"""Seconds without a byte after which a stream of a worker that is down is given up."""
+STALE = 2.0
+"""Seconds after sending within which a reused connection that ends was closed before the worker saw the request."""
 
 RETRIED = frozenset((429, 500, 502, 503, 504))
 """Statuses that another worker may do better than."""
@@ -54,6 +60,7 @@ class Exchange:
     """See the module's head. Is the `Owner` of its client connection and the `Receiver` of its worker connection."""
 
     __slots__ = (
+        "alone",
         "ask",
         "attempts",
         "body",
@@ -63,6 +70,7 @@ class Exchange:
         "client",
         "commented",
         "connection",
+        "counted",
         "deadline",
         "dialect",
         "early",
@@ -113,6 +121,7 @@ class Exchange:
         self.tried: set[int] = set()
         self.attempts = 0
         self.resent = False
+        self.counted = False
         self.target: Target | None = None
         self.choice: Choice | None = None
         self.charge: Charge | None = None
@@ -127,6 +136,8 @@ class Exchange:
         self.fields: list[tuple[bytes, bytes]] = []
         self.status = 0
         self.events = False
+        self.alone = False
+        """Its time to the first event tells what its prefill costs."""
         self.paused = client.slow
         """The client does not take what there is; it may still be at the answer before this one."""
         self.bytes_in = 0
@@ -188,9 +199,19 @@ class Exchange:
             if self.phase == WAITING:
                 self._failed(fault)
             return
+        except Exception:
+            self.task = None
+            self.gateway.defect("connecting to a worker")
+            if self.phase == WAITING:
+                self._failed(Internal("the gateway failed; its log says why"))
+            return
         self.task = None
         if self.phase != WAITING:
             connection.close()
+            return
+        if target.worker.state is State.DOWN:
+            connection.close()
+            self._failed(Reset("the worker went down"))
             return
         try:
             self._send(connection)
@@ -204,6 +225,7 @@ class Exchange:
         target = self.target
         assert target is not None
         self.connection = connection
+        self.sent_at = self.gateway.clock()
         if self.paused:
             connection.slow()
         body = self.gateway.body_for(self, target)
@@ -222,7 +244,8 @@ class Exchange:
         except Exception:
             connection.close()
             raise
-        if self.attempts == 1 and not self.resent:
+        if not self.counted:
+            self.counted = True
             self.gateway.sent(self)
 
     # -- what the worker says ---------------------------------------------------------------------------------------
@@ -253,6 +276,10 @@ class Exchange:
     def _begin_answer(self, length: bytes | None) -> Relay:
         """From here on the client has an answer: there is no other attempt."""
         self.phase = RELAYING
+        # Nothing is sent again from here on: a long stream does not keep its prompt in memory.
+        self.body = self.incoming.body = b""
+        self.client.body_gone()
+        self.gateway.begun(self)
         if self.early is None:
             self.relay = self._make_relay(self.status, self.fields, length, self.events)
         else:
@@ -338,22 +365,25 @@ class Exchange:
 
     def _broke(self) -> int | None:
         """The status in the error event with which the engine itself ended the stream; ``None``: it did not."""
-        for piece in self.relay.tail if self.relay is not None else ():
-            if b'"error"' in piece and (event := first_event(piece)) is not None:
-                failure = self.dialect.failure(event)
-                if failure is not None:
-                    return failure[0]
+        tail = self.tail
+        if b'"error"' not in tail and b'"abort"' not in tail:
+            return None
+        for event in events(tail):
+            failure = self.dialect.failure(event)
+            if failure is not None:
+                return failure[0]
         return None
 
     def response_failed(self, fault: WorkerFault) -> None:
         """The worker's answer will not be completed."""
         connection, self.connection = self.connection, None
         stale = connection is not None and not connection.fresh and not connection.answered
-        if self.phase == WAITING and stale and not self.resent:
+        soon = self.gateway.clock() - self.sent_at < STALE
+        if self.phase == WAITING and stale and soon and not self.resent:
             # Closed by the worker while idle, before it saw our request: that is no attempt.
             self.resent = True
             assert self.target is not None
-            self.gateway.metrics.resends.add((self.target.name,))
+            self.gateway.metrics.resends.add((self.gateway.label(self.target),))
             self.task = self.gateway.loop.create_task(self._connect())
             return
         self._failed(fault)
@@ -369,7 +399,9 @@ class Exchange:
         if self.status not in RETRIED and self.status not in (401, 403):
             self._pass_on_error()
         elif self.status in (429, 503):
-            self._failed(Backpressure("the worker is full", retry_after=retry_after))
+            full = Backpressure("the worker is full", retry_after=retry_after)
+            full.status = self.status
+            self._failed(full)
         elif self.status in (401, 403):
             self._failed(ServerError("the worker refused the gateway's credential"))
         else:
@@ -404,6 +436,11 @@ class Exchange:
                 self.held, self.fields, self.status = held, fields, status
             except Exception:
                 gateway.defect("choosing another target")
+                self.held, self.fields, self.status = held, fields, status
+                if self.charge is not None and self.target is not None:
+                    gateway.fleet.release(self.charge)
+                    self.charge = None
+                    gateway.routing.undo(self.ask, self.target)
         if self.bytes_in > gateway.limits_out.error_body:
             # Too much to keep, and part of an answer is no answer.
             refused = False
@@ -435,7 +472,7 @@ class Exchange:
         client, relay = self.client, self.relay
         assert relay is not None
         if relay.events:
-            relay.fail(self.dialect.error_event(fault))
+            relay.fail(self.dialect.error_event(fault, self.route))
             self._end("stream_error")
             client.done()
         elif relay.untouched:
@@ -452,7 +489,7 @@ class Exchange:
             self.charge = None
             self.gateway.routing.undo(self.ask, self.target)
         if self.early is not None:
-            self.early.fail(self.dialect.error_event(fault))
+            self.early.fail(self.dialect.error_event(fault, self.route))
         else:
             client.send(self.gateway.fault_response(self.dialect, fault, self.incoming, self.request_id))
         self._end(
@@ -474,6 +511,12 @@ class Exchange:
             self.target = None
         self._end("client_gone")
 
+    def worker_down(self, silent: float) -> None:
+        """Its worker is down: give up on it, unless a byte came after ``silent``."""
+        if self.phase in (WAITING, PEEKING, REFUSED) or (self.phase == RELAYING and self.last_at < silent):
+            self._drop_connection()
+            self._failed(Reset("the worker went down"))
+
     def client_slow(self) -> None:
         """Stop the worker."""
         self.paused = True
@@ -493,7 +536,10 @@ class Exchange:
         """Called by the sweep: give up on a worker that does not answer, or stopped."""
         if self.phase == RELAYING:
             # A client that does not read has its own limit.
-            if self.paused or now - self.last_at < self.gateway.limits_out.idle_seconds:
+            patience = self.gateway.limits_out.idle_seconds
+            if self.target is not None and self.target.worker.state is State.DOWN:
+                patience = min(patience, SILENT)
+            if self.paused or now - self.last_at < patience:
                 return
             fault: Fault = Stalled("the worker stopped answering")
         elif self.phase in (WAITING, PEEKING, REFUSED) and now > self.deadline:

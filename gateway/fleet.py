@@ -24,6 +24,8 @@ SLOW_START = 30.0
 FIRST_SHARE = 0.1
 FALL = 3
 """Failures in a row after which a worker is down."""
+KNOWN = 3600.0
+"""Seconds for which a model that nobody serves any more is known: it may be between two engines."""
 WHEEL = 20
 """Slots a second in which estimates end."""
 RISE = 2
@@ -42,6 +44,8 @@ class Fleet:
     ) -> None:
         self.clock = clock
         self.limits = limits or Outward()
+        self.went_down: Callable[[Worker], None] = lambda worker: None
+        """Told when a worker does not answer any more."""
         self.outbox = outbox
         self.forget = forget
         """Told when what a target held is gone: removal, restart."""
@@ -52,6 +56,7 @@ class Fleet:
         """Model -> when a ready worker last listed it: tells 404 from 503."""
         self._ids = count()
         self._views: dict[str | None, View | None] = {}
+        self._listed: set[str] = set()
         self._due: dict[int, list[Charge]] = {}
         """Slot of `WHEEL` -> unstreamed requests whose prefill is over by then, as far as can be estimated."""
         self._settled = 0
@@ -106,7 +111,8 @@ class Fleet:
             self.forget(gone.id)
         model = facts.models[0].name if facts.models else ""
         for target in worker.targets:
-            target.rates = self.calibration(model, facts.engine).rates
+            target.calibration = self.calibration(model, facts.engine)
+            target.rates = target.calibration.rates
         if restarted:
             self.restarted(worker)
         self.changed()
@@ -142,11 +148,11 @@ class Fleet:
                 self._begin(worker)
             for target in worker.targets:
                 target.breaker.succeeded()
-        if state is State.DOWN:
-            for target in worker.targets:
-                self.forget(target.id)
-            worker.pool.close_idle()
         self.changed()
+        if state is State.DOWN:
+            # What it holds is not forgotten yet: the same process may come back with it.
+            worker.pool.close_idle()
+            self.went_down(worker)
         return True
 
     def _begin(self, worker: Worker) -> None:
@@ -165,22 +171,34 @@ class Fleet:
     def changed(self) -> None:
         """Who may be used changed: views are made anew when next asked for."""
         self._views.clear()
+        self._listed = {model.name for worker in self.workers.values() for model in worker.facts.models}
         now = self.clock()
         for worker in self.workers.values():
             if worker.state is State.READY:
                 for model in worker.facts.models:
                     self.known_models[model.name] = now
+        for name in [
+            name for name, seen in self.known_models.items() if now - seen > KNOWN and name not in self._listed
+        ]:
+            del self.known_models[name]
 
     def usable(self, target: Target, now: float) -> bool:
         """Whether a request may be sent to it."""
         return target.worker.state is State.READY and target.paused_until <= now and target.breaker.allows(now)
 
+    def rests(self, target: int, now: float) -> bool:
+        """Whether ``target`` serves but asked for a pause."""
+        found = self.targets.get(target)
+        return found is not None and found.worker.state is State.READY and found.paused_until > now
+
     def view(self, model: str | None, tried: Iterable[int] = ()) -> View | None:
         """The targets that may take a request for ``model`` (``None``: any), without those ``tried``."""
+        # Names that nobody lists share one view: clients can make up as many as they like.
+        key = model if model is None or model in self._listed else ""
         try:
-            view = self._views[model]
+            view = self._views[key]
         except KeyError:
-            view = self._views[model] = self._make_view(model)
+            view = self._views[key] = self._make_view(model)
         if view is None or not tried:
             return view
         left = [target for target in view.targets if target.id not in tried]
@@ -188,13 +206,17 @@ class Fleet:
 
     def _make_view(self, model: str | None) -> View | None:
         now = self.clock()
-        targets = [
+        able = [
             target
             for worker in self.workers.values()
             if worker.state is State.READY and worker.role == "unified" and _serves(worker, model)
             for target in worker.targets
-            if self.usable(target, now)
+            if target.breaker.allows(now)
         ]
+        targets = [target for target in able if target.paused_until <= now]
+        if not targets:
+            # It knows best, and may say no again.
+            targets = [target for target in able if not target.paused_firmly]
         return View(targets) if targets else None
 
     def serving(self, model: str) -> list[Worker]:
@@ -224,6 +246,7 @@ class Fleet:
             self._views.clear()
         seconds = target.rates.prefill(uncached, context)
         charge = Charge(target, seconds, uncached, context, trial)
+        charge.alone = not target.running and not target.foreign
         target.running += 1
         target.charged += seconds
         target.wait = target.charged + target.queued
@@ -238,6 +261,7 @@ class Fleet:
             return
         charge.prefilled = True
         target = charge.target
+        charge.alone = charge.alone and target.running == 1
         target.charged -= charge.seconds
         target.busy += 1
         target.wait = target.charged + target.queued
@@ -293,21 +317,24 @@ class Fleet:
         if worker.failures >= FALL and worker.state is State.READY:
             self.set_state(worker, State.DOWN, "connections refused")
 
-    def pause(self, target: Target, until: float) -> None:
-        """The worker asked to be left alone until then."""
+    def pause(self, target: Target, until: float, firm: bool = True) -> None:
+        """The worker asked to be left alone until then; ``firm``: even if nobody else is left."""
         target.paused_until = max(target.paused_until, until)
+        target.paused_firmly = firm
         self._views.clear()
 
-    def report(self, target: Target, load: Load, waiting_ours: int) -> None:
+    def report(self, target: Target, load: Load, waiting_ours: int, running_ours: int | None = None) -> None:
         """A load report; ours is taken out of it, what remains are other people's requests.
 
-        ``waiting_ours``: our requests on the target that had not begun to answer when the report was taken.
+        ``waiting_ours``: our requests on the target that had not begun to answer when the report was taken;
+        ``running_ours``: how many it may count of ours, by default those in flight now.
         """
+        ours = target.running if running_ours is None else running_ours
         target.load_report = load
         foreign = 0.0
         queued = 0.0
         if load.running is not None:
-            foreign = float(max(0, load.running + (load.waiting or 0) - target.running))
+            foreign = float(max(0, load.running + (load.waiting or 0) - ours))
         if load.waiting is not None:
             others = max(0, load.waiting - waiting_ours)
             queued = min(others, foreign) * target.rates.prefill(1000, 0)

@@ -60,6 +60,20 @@ def gauges(gateway: Gateway) -> list[Gauge]:
             ],
             ("worker", "state"),
         ),
+        Gauge(
+            "warmroute_target_evicted_pages",
+            "Pages of the target's belief forgotten to respect its engine's capacity, since it joined.",
+            lambda: [((t.name,), index.evicted(t.id)) for t in targets.values()],
+            ("target",),
+        ),
+        Gauge(
+            "warmroute_sessions_dropped",
+            "Sessions forgotten for want of room.",
+            lambda: [((), gateway.sessions.dropped)],
+        ),
+        Gauge(
+            "warmroute_sessions_expired", "Sessions forgotten for idleness.", lambda: [((), gateway.sessions.expired)]
+        ),
         Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.bytes)]),
         Gauge("warmroute_sessions", "Live sessions.", lambda: [((), len(gateway.sessions))]),
         Gauge("warmroute_connections", "Client connections.", lambda: [((), len(gateway.server.connections))]),

@@ -31,6 +31,7 @@ class Probe:
         self,
         fleet: Fleet,
         described: Callable[[Worker], None] = lambda worker: None,
+        heard: Callable[[Worker], float] = lambda worker: 0.0,
         *,
         health_seconds: float = 5.0,
         load_seconds: float = 2.0,
@@ -39,6 +40,8 @@ class Probe:
         self.fleet = fleet
         self.described = described
         """Told after a worker's facts were read."""
+        self.heard = heard
+        """When a byte of an answer last came from a worker."""
         self.health_seconds = health_seconds
         self.load_seconds = load_seconds
         self.join_seconds = join_seconds
@@ -86,7 +89,8 @@ class Probe:
         async def ask(path: str) -> Answer:
             return await self.ask(worker, path)
 
-        wanted = worker.spec.engine
+        # One that serves is what it was: a page that is not there just now does not make it another kind.
+        wanted = worker.spec.engine or (worker.facts.engine if worker.state is State.READY else None)
         kinds: list[Engine] = [self.engines[wanted]] if wanted else list(self.engines.values())
         for engine in kinds:
             facts = await engine.read(ask)
@@ -146,14 +150,15 @@ class Probe:
         """One look at it; the seconds until the next."""
         if worker.state is State.JOINING:
             return await self._join(worker)
-        answered = worker.answered
+        answered, begun = worker.answered, self.fleet.clock()
+        await self._resolve(worker)
         try:
             engine = self.engines.get(worker.facts.engine) or self.engines["generic"]
             answer = await self.ask(worker, engine.health)
             healthy, why = answer.status == 200, f"health check says {answer.status}"
         except Stalled as fault:
             # Busy is not dead: traffic that gets answers says more than a probe that gets none.
-            healthy, why = worker.answered != answered, fault.message
+            healthy, why = worker.answered != answered or self.heard(worker) > begun, fault.message
         except WorkerFault as fault:
             healthy, why = False, fault.message
         if healthy:
@@ -161,6 +166,16 @@ class Probe:
         else:
             self._unhealthy(worker, why)
         return self.health_seconds if worker.state in (State.READY, State.DRAINING) else self.join_seconds
+
+    async def _resolve(self, worker: Worker) -> None:
+        """Keep its addresses fresh, so that no request waits for a name server."""
+        if worker.successes % 6:
+            return
+        try:
+            async with asyncio.timeout(5):
+                await worker.pool.resolve()
+        except (OSError, UnicodeError, TimeoutError) as error:
+            log.debug("the name of %s cannot be resolved: %s", worker.id, error)
 
     async def _join(self, worker: Worker) -> float:
         try:
@@ -191,14 +206,21 @@ class Probe:
                 return
             # Whatever came back may be another engine with other models.
             try:
-                self._describe(worker, await self.read(worker))
+                facts = await self.read(worker)
             except WorkerFault:
                 return
+            untold = facts.started is None
+            self._describe(worker, facts)
+            if untold:
+                # It may be the same process with all that it held, or a new one: what is not known is not believed.
+                self.fleet.restarted(worker)
             if worker.state is State.DOWN and self.fleet.set_state(worker, State.READY, "healthy again"):
                 log.info("%s is ready again", worker.id)
         elif worker.successes % 6 == 0:
             try:
-                self._describe(worker, await self.read(worker))
+                facts = await self.read(worker)
+                if facts.models or not worker.facts.models:
+                    self._describe(worker, facts)
             except WorkerFault as fault:
                 log.debug("reading %s failed: %s", worker.id, fault.message)
 
@@ -223,6 +245,7 @@ class Probe:
             if engine is None:
                 return
             waiting = [target.running - int(target.busy - target.foreign) for target in worker.targets]
+            before = [target.running for target in worker.targets]
             try:
                 loads = await engine.load(lambda path: self.ask(worker, path))
             except WorkerFault:
@@ -233,6 +256,6 @@ class Probe:
             if loads is None:
                 pause = 30.0
                 continue
-            for target, load, ours in zip(worker.targets, loads, waiting, strict=False):
+            for target, load, ours, running in zip(worker.targets, loads, waiting, before, strict=False):
                 load.taken = self.fleet.clock()
-                self.fleet.report(target, load, max(0, ours))
+                self.fleet.report(target, load, max(0, ours), max(running, target.running))

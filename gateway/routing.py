@@ -29,6 +29,11 @@ BYTES_PER_TOKEN = 4.0
 
 LEARNING = 0.05
 
+DOUBTED = 256
+"""Tokens below which a difference between belief and report says nothing."""
+DOUBTS = 3
+"""Reports in a row that find nothing where much was believed, after which a target is believed to hold nothing."""
+
 
 @dataclass(slots=True, eq=False)
 class Model:
@@ -57,6 +62,7 @@ class Ask:
         "committed",
         "context",
         "depth",
+        "end",
         "found",
         "model",
         "namespace",
@@ -70,6 +76,7 @@ class Ask:
         "request",
         "scope",
         "session",
+        "size",
         "tenant",
         "turn",
     )
@@ -84,6 +91,11 @@ class Ask:
         self.turn = 0
         self.found: str | None = None
         self.prompt: Prompt | None = None
+        """``None`` again once the answer has begun."""
+        self.size: int | None = None
+        """Bytes of the prompt."""
+        self.end: tuple[bytes, bool] | None = None
+        """What its session will be found by, if by content; see `Sessions.end_of`."""
         self.pages: Pages = EMPTY
         self.depth: Mapping[int, int] = {}
         self.namespace = b""
@@ -127,6 +139,8 @@ class Routing:
         self.options = options
         self.models: dict[str, Model] = {}
         self._default = options.default()
+        self._doubting: set[int] = set()
+        """Targets whose reports have long contradicted what is believed of them."""
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -197,6 +211,7 @@ class Routing:
                 ask.found = found.source
         if policy.needs_prefix or ask.session is None:
             ask.prompt = reading.make_prompt(model.keeps_thinking)
+            ask.size = len(ask.prompt.text)
             if ask.session is None and policy.needs_session:
                 ask.scope = xxh3_64_intdigest(ask.namespace, tenant.seed)
                 ask.session = self.sessions.by_content(ask.prompt, ask.scope, tenant.name, model.name, now, dry)
@@ -214,12 +229,16 @@ class Routing:
 
     def _check_model(self, tenant: Tenant, reading: Reading, model: Model | None) -> None:
         """Raises `Forbidden` if the tenant may not use what this request would use, whatever its body shows of that."""
-        if model is None or reading.opaque:
+        allowed = tenant.models or frozenset()
+        real = {self.options.aliases.get(name, name) for name in allowed}
+        if reading.opaque and reading.previous is None:
             # What the worker will read in the body is not known: everything that it might is to be allowed.
-            for name in {served.name for worker in self.fleet.workers.values() for served in worker.facts.models}:
+            names = {served.name for worker in self.fleet.workers.values() for served in worker.facts.models}
+        else:
+            names = {model.name} if model is not None else set()
+        for name in names:
+            if name not in allowed and name not in real:
                 tenant.check_model(name)
-        elif reading.model is None:
-            tenant.check_model(model.name)
 
     def _match(self, ask: Ask, prompt: Prompt, model: Model) -> None:
         session, request = ask.session, ask.request
@@ -239,6 +258,8 @@ class Routing:
             # Many hold the same shared start: as few conversions as there are depths.
             counts = {pages: min(int(pages * scale), most) for pages in set(depth.values())}
             holdings = {target: counts[pages] for target, pages in depth.items()}
+            for doubted in self._doubting:
+                holdings.pop(doubted, None)
             if session is not None and session.tail_target is not None:
                 self._open_tail(session, symbols, depth, holdings, most)
             request.holdings = holdings
@@ -272,7 +293,10 @@ class Routing:
     def choose(self, ask: Ask, tried: Collection[int], now: float) -> Choice:
         """What the policy says. Raises `NoWorker`; changes nothing."""
         self.fleet.settle_estimates(now)
-        return ask.policy.choose(ask.request, self.view(ask, tried, now), now)
+        view = self.view(ask, tried, now)
+        home = ask.request.home
+        ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)
+        return ask.policy.choose(ask.request, view, now)
 
     def commit(self, ask: Ask, target: Target, choice: Choice, now: float) -> None:
         """The request is about to be sent to ``target``."""
@@ -303,6 +327,15 @@ class Routing:
             outcome = "moved" if choice.moves_home else "spilled"
         self.metrics.sessions.add((ask.tenant.name, ask.model_name, outcome, choice.reason))
 
+    def begun(self, ask: Ask) -> None:
+        """The answer begins: what was needed to choose again may go, and only what is learned at the end stays."""
+        prompt = ask.prompt
+        if prompt is not None:
+            if ask.found == "content":
+                ask.end = self.sessions.end_of(prompt, ask.scope)
+            ask.prompt = None
+        ask.reading.make_prompt = None
+
     def undo(self, ask: Ask, target: Target) -> None:
         """The request did not run on ``target`` after all: believe what was believed before."""
         session = ask.session
@@ -329,20 +362,44 @@ class Routing:
         if session is not None:
             session.running = max(0, session.running - 1)
             session.turns += 1
-        if model is None or ask.prompt is None:
+        size = ask.size
+        if model is None or size is None:
             return
-        size = len(ask.prompt.text)
+        if usage is not None and usage.cached is not None and ask.predicted is not None and usage.prompt:
+            self._believe(target, ask.predicted, usage.cached, usage.prompt)
         if usage is not None and usage.prompt and size >= TEXT_PAGE:
             self._teach(model, size / usage.prompt)
         if session is None:
             return
-        if ask.found == "content":
-            self.sessions.remember_content(session, ask.prompt, ask.scope)
-        session.pages = ask.pages
+        if ask.end is not None:
+            self.sessions.remember_content(session, ask.end)
+        self.sessions.keep_pages(session, ask.pages)
         session.prompt_bytes = size
         session.prompt_tokens = usage.prompt if usage is not None else None
         session.tail_tokens = (usage.completion or 0) if usage is not None else 0
         session.tail_target = target.id
+
+    def _believe(self, target: Target, predicted: int, cached: int, prompt: int) -> None:
+        """Correct what is believed of ``target`` by what it found in its cache.
+
+        Nothing found where much was believed, several times in a row: its cache was emptied, or is off; all of it is
+        forgotten, and nothing is predicted there until it finds something again. Some missing: its cache is smaller than
+        it seems (or shared with others): the oldest beliefs go.
+        """
+        if predicted >= DOUBTED and cached < 0.1 * predicted:
+            target.doubts += 1
+            if target.doubts == DOUBTS:
+                self.index.clear(target.id)
+                self._doubting.add(target.id)
+            return
+        if cached:
+            target.doubts = 0
+            self._doubting.discard(target.id)
+        if predicted - cached > max(DOUBTED, 0.05 * prompt):
+            target.trusted_size = max(0.2, target.trusted_size * 0.97)
+            self._fit(target)
+        elif target.trusted_size < 1.0 and predicted >= DOUBTED:
+            target.trusted_size = min(1.0, target.trusted_size * 1.002)
 
     def _teach(self, model: Model, ratio: float) -> None:
         """Bytes a token, as one request shows it; capacities follow."""
@@ -357,22 +414,24 @@ class Routing:
     def fit_capacities(self) -> None:
         """Tell the index how many pages each engine's cache is."""
         for worker in self.fleet.workers.values():
-            tokens = worker.facts.kv_tokens
-            models = worker.facts.models
-            known = self.models.get(models[0].name) if models else None
-            ratio = known.bytes_per_token if known is not None else BYTES_PER_TOKEN
             for target in worker.targets:
-                pages = None if tokens is None else int(tokens * ratio / TEXT_PAGE)
-                if self.index.capacity(target.id) != pages:
-                    self.index.set_capacity(target.id, pages)
+                self._fit(target)
+
+    def _fit(self, target: Target) -> None:
+        facts = target.worker.facts
+        known = self.models.get(facts.models[0].name) if facts.models else None
+        ratio = known.bytes_per_token if known is not None else BYTES_PER_TOKEN
+        tokens = facts.kv_tokens
+        pages = None if tokens is None else int(tokens * target.trusted_size * ratio / TEXT_PAGE)
+        if self.index.capacity(target.id) != pages:
+            self.index.set_capacity(target.id, pages)
 
     # -- the dry run ------------------------------------------------------------------------------------------------
 
     def explain(self, ask: Ask, now: float, pinned: Choice | None = None) -> dict[str, object]:
         """What would be chosen and why; changes nothing. ``pinned``: the choice that is not the policy's to make."""
-        self.fleet.settle_estimates(now)
         view = self.view(ask, (), now)
-        choice = pinned or ask.policy.choose(ask.request, view, now)
+        choice = pinned or self.choose(ask, (), now)
         rows = ask.policy.explain(ask.request, view, now)
         session = ask.session
         return {

@@ -78,35 +78,28 @@ class Running:
             attempts=config.retries.attempts,
             retry_budget=config.retries.budget,
             passthrough=tuple(config.passthrough),
+            isolation_key=config.isolation_key,
         )
         self.probe = Probe(
             self.fleet,
             self._described,
+            self.gateway.heard,
             health_seconds=config.probes.health,
             load_seconds=config.probes.load,
             join_seconds=config.probes.join,
         )
+        self.fleet.went_down = self.gateway.worker_down
         self.admin = AdminSite(self)
         self.port = 0
+        self.hurry = asyncio.Event()
+        """Set to end without waiting for balancers."""
         self._listener: asyncio.Server | None = None
         self._upkeep: asyncio.Task[None] | None = None
         self._audited: dict[str, list[str]] = {}
         self._evicted: dict[int, int] = {}
         self._observe_at = monotonic() + OBSERVE
         for worker in config.workers:
-            self.add_worker(
-                WorkerSpec(
-                    url=worker.url,
-                    engine=worker.engine,
-                    role=worker.role,
-                    models=worker.models,
-                    api_key=worker.api_key,
-                    kv_tokens=worker.kv_tokens,
-                    verify_tls=worker.verify_tls,
-                    ca=worker.ca,
-                ),
-                watch=False,
-            )
+            self.add_worker(worker.spec(), watch=False)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +113,13 @@ class Running:
             tls.minimum_version = ssl.TLSVersion.TLSv1_2
             tls.load_cert_chain(listen.tls.cert, listen.tls.key)
         self._listener = await loop.create_server(
-            lambda: Inbound(self.gateway.server), listen.host, listen.port, ssl=tls, backlog=2048, reuse_address=True
+            lambda: Inbound(self.gateway.server),
+            listen.host,
+            listen.port,
+            ssl=tls,
+            ssl_handshake_timeout=10.0 if tls is not None else None,
+            backlog=2048,
+            reuse_address=True,
         )
         self.port = self._listener.sockets[0].getsockname()[1]
         await self.admin.start()
@@ -131,7 +130,11 @@ class Running:
         """Drain: readiness off, a pause for balancers to notice, no new connections, running requests to their end."""
         gateway, config = self.gateway, self.config
         gateway.ending = True
-        await asyncio.sleep(config.drain if pause is None else pause)
+        try:
+            async with asyncio.timeout(config.drain if pause is None else pause):
+                await self.hurry.wait()
+        except TimeoutError:
+            pass
         if self._listener is not None:
             self._listener.close()
         gateway.server.close_idle()
@@ -302,6 +305,7 @@ async def serve(config: Config) -> None:
         wanted = pause
         stop.set()
         if signals > 1:
+            running.hurry.set()
             for exchange in list(running.gateway.exchanges):
                 exchange.client.abort()
                 exchange.client_gone()

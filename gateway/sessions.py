@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from os import urandom
 
-from xxhash import xxh3_64_intdigest, xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 from gateway.dialects import Reading
 from gateway.prompt import Prompt
@@ -21,6 +21,12 @@ from kv_index.pages import EMPTY, Pages
 
 ENDS = 3
 """Ends of each kind that are kept for a session."""
+
+MOST_SYMBOLS = 512 * 1024 * 1024
+"""Bytes of symbols that all sessions together keep: of prompts, 32 times as much."""
+
+NEAR = 4
+"""Earlier ends that are tried one by one, latest first: an ordinary turn is found by the second."""
 
 LONGEST = 256
 """Bytes of the longest key that is believed."""
@@ -81,8 +87,6 @@ class Session:
     tail_tokens: int = 0
     """Tokens generated after the last prompt, held by ``tail_target`` but not yet known as text."""
     tail_target: int | None = None
-    tail_digest: bytes = b""
-    """Digest of the whole last prompt: the tail counts only behind it."""
     used: float = 0.0
     turns: int = 0
     running: int = 0
@@ -113,6 +117,7 @@ class Sessions:
         self._ends: dict[bytes, Session] = {}
         self._made = 0
         self._secret = int.from_bytes(urandom(8), "little")
+        self.symbol_bytes = 0
         self.dropped = 0
         """Sessions forgotten because the store was full."""
         self.expired = 0
@@ -185,6 +190,7 @@ class Sessions:
                 self._add(session)
             if parent is not None and (mother := self._sessions.get(parent)) is not None:
                 session.pages = mother.pages
+                self.symbol_bytes += 0 if dry else len(mother.pages.symbols)
         if not dry:
             self._touch(session, now)
         return session
@@ -203,7 +209,10 @@ class Sessions:
         session = None
         if not prompt.messages:
             return None
-        for mark in prompt.earlier_ends():
+        for near, mark in enumerate(prompt.earlier_ends()):
+            if near == NEAR:
+                session = self._far_back(prompt, view, scope)
+                break
             session = self._ends.get(xxh3_128_digest(view[:mark], scope))
             if session is not None:
                 break
@@ -218,11 +227,24 @@ class Sessions:
             self._touch(session, now)
         return session
 
-    def remember_content(self, session: Session, prompt: Prompt, scope: int) -> None:
+    def _far_back(self, prompt: Prompt, view: memoryview, scope: int) -> Session | None:
+        """The same over all earlier ends, in one pass over the text."""
+        hashed, at, found = xxh3_128(seed=scope), 0, None
+        for mark in reversed(list(prompt.earlier_ends())):
+            hashed.update(view[at:mark])
+            at = mark
+            found = self._ends.get(hashed.digest()) or found
+        return found
+
+    def end_of(self, prompt: Prompt, scope: int) -> tuple[bytes, bool] | None:
+        """What a session that said ``prompt`` is found by: a digest, and whether a user's message ends it."""
+        return (xxh3_128_digest(prompt.text, scope), prompt.asks) if prompt.says else None
+
+    def remember_content(self, session: Session, said: tuple[bytes, bool]) -> None:
         """Make ``session`` findable by what it said so far; one that was forgotten meanwhile stays so."""
-        if self._sessions.get(session.key) is not session or not prompt.says:
+        if self._sessions.get(session.key) is not session:
             return
-        end = xxh3_128_digest(prompt.text, scope)
+        end, asks = said
         known = self._ends.get(end)
         if known is session:
             return
@@ -230,10 +252,20 @@ class Sessions:
             (known.ends if end in known.ends else known.asked).remove(end)
         self._ends[end] = session
         # Ends of tool steps come and go; where a user had asked is where the next question may have to go on from.
-        ends = session.asked if prompt.asks else session.ends
+        ends = session.asked if asks else session.ends
         ends.append(end)
         if len(ends) > ENDS:
             self._ends.pop(ends.pop(0), None)
+
+    def keep_pages(self, session: Session, pages: Pages) -> None:
+        """Remember the symbols of the session's last prompt, within a bound for all of them."""
+        if self._sessions.get(session.key) is not session:
+            return
+        self.symbol_bytes += len(pages.symbols) - len(session.pages.symbols)
+        session.pages = pages
+        while self.symbol_bytes > MOST_SYMBOLS and len(self._sessions) > 1:
+            self.dropped += 1
+            self.drop(next(iter(self._sessions.values())))
 
     # -- homes and life ---------------------------------------------------------------------------------------------
 
@@ -274,6 +306,8 @@ class Sessions:
         """Forget one session."""
         if self._sessions.pop(session.key, None) is None:
             return
+        self.symbol_bytes -= len(session.pages.symbols)
+        session.pages = EMPTY
         for end in session.ends + session.asked:
             self._ends.pop(end, None)
         session.ends.clear()

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.breaker import Breaker
+from gateway.calibrate import Calibration
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.http.upstream import Pool
@@ -108,17 +109,35 @@ class WorkerSpec:
 class Target(TargetView):
     """One (worker, rank) with what only the gateway knows of it."""
 
-    __slots__ = ("breaker", "charged", "load_report", "paused_until", "queued", "rank", "worker")
+    __slots__ = (
+        "breaker",
+        "calibration",
+        "charged",
+        "doubts",
+        "load_report",
+        "paused_firmly",
+        "paused_until",
+        "queued",
+        "rank",
+        "trusted_size",
+        "worker",
+    )
 
     def __init__(self, id: int, worker: Worker, rank: int) -> None:
         super().__init__(id=id, name=worker.id if rank == 0 else f"{worker.id}#{rank}")
         self.worker = worker
         self.rank = rank
         self.breaker = Breaker()
+        self.calibration = Calibration()
+        self.doubts = 0
+        """Answers in a row that found nothing where much was believed to be held."""
+        self.trusted_size = 1.0
+        """The part of its cache's size that its answers let us count on."""
         self.charged = 0.0
         """Seconds of our own prefills in front."""
         self.queued = 0.0
         """Seconds that others' waiting requests put in front, as the engine reported."""
+        self.paused_firmly = False
         self.paused_until = 0.0
         """It asked for a pause (Retry-After)."""
         self.load_report: Load | None = None
@@ -135,13 +154,15 @@ class Target(TargetView):
 class Charge:
     """One request in flight on one target."""
 
-    __slots__ = ("context", "ended", "prefilled", "seconds", "target", "trial", "uncached")
+    __slots__ = ("alone", "context", "ended", "prefilled", "seconds", "target", "trial", "uncached")
 
     def __init__(self, target: Target, seconds: float, uncached: float, context: float, trial: bool) -> None:
         self.target = target
         self.seconds = seconds
         self.uncached = uncached
         self.context = context
+        self.alone = False
+        """Nothing else was on the target from its sending to its first byte: what that took is its own."""
         self.prefilled = False
         self.ended = False
         self.trial = trial

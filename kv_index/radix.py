@@ -365,7 +365,9 @@ class RadixIndex:
             if at.below and target in at.below and at.children:
                 todo.extend(child for child in at.children.values() if target in child.held)
         for at in reversed(order):
-            self._take(at, target, state)
+            # Taking one may have joined another with its only child, which is taken with all that it absorbed.
+            if target in at.held:
+                self._take(at, target, state)
 
     # -- eviction ---------------------------------------------------------------------------------------------------
 

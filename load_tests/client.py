@@ -91,7 +91,7 @@ class Client:
                     answer.error = f"{response.status}: {(await response.text())[:200]}"
                     return answer
                 await self._read(response, answer, began)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, msgspec.DecodeError, TimeoutError, OSError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         return answer
 

@@ -87,7 +87,9 @@ class Request:
     session: int | None = None
     """64-bit hash of the session's key; ``None`` without a session."""
     home: int | None = None
-    """target id of the session's home, whether or not it is among the candidates."""
+    """target id of the session's home, whether or not it is among the candidates; ``None`` without a session."""
+    away: bool = False
+    """The home serves but asked for a pause: no reason to move the session."""
     siblings: int = 0
     """Other requests of the same session that run now."""
     prefix: int | None = None

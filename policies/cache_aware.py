@@ -10,7 +10,7 @@ from math import inf
 from operator import attrgetter
 
 from policies.base import Candidate, Choice, Fleet, Request, Target, affinities, number
-from policies.cost import interference, terms, turn
+from policies.cost import homed, interference, placement_bound, terms, turn
 
 _homes = attrgetter("homes")
 
@@ -28,7 +28,7 @@ class CacheAware:
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Costs one pass over the candidates, plus the terms of the best two."""
         targets = fleet.targets
-        least = min(map(_homes, targets)) if request.session is not None else None
+        least = _least_homed(fleet) if request.session is not None else None
         costs = _at_once(request, fleet, least) if fleet.uniform else [terms(request, t, least).total for t in targets]
         best = _cheapest(costs, targets, request.key)
         home = None if request.home is None else fleet.positions.get(request.home)
@@ -36,7 +36,7 @@ class CacheAware:
         reason = "prefix" if request.holdings.get(targets[best].id) else "load"
         if home is None:
             if request.home is not None:
-                reason = "home_gone"
+                reason = "spill" if request.away else "home_gone"
         else:
             margin = turn(targets[home].rates) if self.margin is None else self.margin
             if home == best or costs[home] - costs[best] <= margin:
@@ -52,7 +52,7 @@ class CacheAware:
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
         """Every candidate's terms: the chosen one first, then by cost."""
-        least = min(target.homes for target in fleet.targets) if request.session is not None else None
+        least = _least_homed(fleet) if request.session is not None else None
         chosen = self.choose(request, fleet, now).target
         rows = [
             Candidate(target, terms(request, target, least), request.holdings.get(target.id, 0))
@@ -61,7 +61,15 @@ class CacheAware:
         return sorted(rows, key=lambda row: (row.target is not chosen, row.terms.total if row.terms else inf))
 
 
-def _at_once(request: Request, fleet: Fleet, least_homes: int | None) -> list[float]:
+def _least_homed(fleet: Fleet) -> float:
+    targets = fleet.targets
+    if fleet.uniform:
+        fewest: int = min(map(_homes, targets))
+        return fewest * turn(targets[0].rates)
+    return min([homed(target) for target in targets])
+
+
+def _at_once(request: Request, fleet: Fleet, least_homed: float | None) -> list[float]:
     """Totals of `cost.terms` for candidates of equal rates.
 
     What every candidate holds is priced once for all; only those that hold more are priced one by one.
@@ -76,13 +84,21 @@ def _at_once(request: Request, fleet: Fleet, least_homes: int | None) -> list[fl
         shared = min(min([holdings.get(target.id, 0) for target in targets]), tokens)
     prefill = rates.prefill(tokens - shared, shared)
     drag = interference(rates, prefill)
-    if least_homes is None:
+    if least_homed is None:
         costs = [target.wait + target.busy * drag + prefill for target in targets]
         one_turn = 0.0
     else:
         one_turn = turn(rates)
-        fixed = prefill - least_homes * one_turn
-        costs = [target.wait + target.busy * drag + target.homes * one_turn + fixed for target in targets]
+        bound = placement_bound(rates, tokens)
+        if max(map(_homes, targets)) * one_turn - least_homed <= bound:
+            fixed = prefill - least_homed
+            costs = [target.wait + target.busy * drag + target.homes * one_turn + fixed for target in targets]
+        else:
+            most = bound + least_homed
+            fixed = prefill - least_homed
+            costs = [
+                target.wait + target.busy * drag + min(target.homes * one_turn, most) + fixed for target in targets
+            ]
     for id_, held in [item for item in holdings.items() if item[1] > shared]:
         at = positions.get(id_)
         if at is not None:
@@ -90,7 +106,7 @@ def _at_once(request: Request, fleet: Fleet, least_homes: int | None) -> list[fl
             more = rates.prefill(tokens - held, held)
             costs[at] += more - prefill + target.busy * (interference(rates, more) - drag)
     if one_turn and request.home is not None and (at := positions.get(request.home)) is not None:
-        costs[at] -= (targets[at].homes - (least_homes or 0)) * one_turn
+        costs[at] -= min(targets[at].homes * one_turn - (least_homed or 0.0), placement_bound(rates, tokens))
     return costs
 
 

@@ -16,6 +16,10 @@ TURN_TOKENS = 700
 """Uncached tokens of an ordinary agent turn (median of real coding-agent traces: 713)."""
 
 
+BEYOND = 4
+"""Turns by which promised load may outweigh a whole prefill."""
+
+
 def turn(rates: Rates) -> float:
     """Seconds of prefill that one ordinary turn of a session takes."""
     return rates.prefill(TURN_TOKENS, 0)
@@ -26,20 +30,34 @@ def interference(rates: Rates, prefill: float) -> float:
     return DELAYED * prefill + EXPECTED_OUTPUT * rates.decode
 
 
-def terms(request: Request, target: Target, least_homes: int | None) -> Terms:
+def homed(target: Target) -> float:
+    """Seconds of prefill if every session at home on ``target`` took a turn now: the load that it is promised."""
+    return target.homes * turn(target.rates)
+
+
+def placement_bound(rates: Rates, tokens: int) -> float:
+    """Most seconds by which promised load may count against a candidate.
+
+    Enough to outweigh computing the whole prompt elsewhere, so that no shared start herds, however long; not more, for a
+    promise is no queue: an empty newcomer must not draw every session past a real wait.
+    """
+    return rates.prefill(tokens, 0) + BEYOND * turn(rates)
+
+
+def terms(request: Request, target: Target, least_homed: float | None) -> Terms:
     """Cost of ``request`` on ``target``.
 
-    ``least_homes``: fewest sessions at home on any candidate; ``None`` when the request places no session. Between the
-    turns of causal agents nothing is in flight, so a session is placed by the load it will bring: every session more
-    than the least loaded candidate has is one ordinary turn that ours may meet.
+    ``least_homed``: the least `homed` of all candidates; ``None`` when the request places no session. Between the turns of
+    causal agents nothing is in flight, so a session is placed by the load that it will meet: what a candidate is promised
+    more than the least promised one, up to `placement_bound`.
     """
     rates = target.rates
     tokens = request.tokens or 0
     held = min(request.holdings.get(target.id, 0), tokens)
     prefill = rates.prefill(tokens - held, held)
     placement = 0.0
-    if least_homes is not None and request.home != target.id:
-        placement = (target.homes - least_homes) * turn(rates)
+    if least_homed is not None and request.home != target.id:
+        placement = min(homed(target) - least_homed, placement_bound(rates, tokens))
     wait = target.wait
     if target.share < 1.0:
         wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))

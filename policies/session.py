@@ -42,6 +42,8 @@ class Session:
         home = _find(fleet, request.home)
         if home is None:
             choice = self.fallback.choose(request, fleet, now)
+            if request.away:
+                return choice._replace(reason="spill", moves_home=False)
             return choice._replace(reason="new" if request.home is None else "home_gone", moves_home=True)
         if len(fleet.targets) == 1 or not self._over(home, fleet):
             return Choice(home, "home")

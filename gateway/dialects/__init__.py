@@ -84,7 +84,7 @@ class Dialect(Protocol):
         """A JSON body."""
         ...
 
-    def error_event(self, fault: Fault) -> bytes:
+    def error_event(self, fault: Fault, route: Route) -> bytes:
         """Complete SSE events that end a stream which failed."""
         ...
 

@@ -77,7 +77,7 @@ class Anthropic:
         """``{"type": "error", "error": {"type", "message"}}``."""
         return msgspec.json.encode({"type": "error", "error": {"type": _kind(fault), "message": fault.message}})
 
-    def error_event(self, fault: Fault) -> bytes:
+    def error_event(self, fault: Fault, route: Route) -> bytes:
         """``event: error``; this dialect has no ``[DONE]``."""
         return b"event: error\ndata: " + self.error(fault) + b"\n\n"
 

@@ -80,14 +80,20 @@ class OpenAI:
         """``{"error": {"message", "type", "param", "code"}}``."""
         return b'{"error":' + _error(fault) + b"}"
 
-    def error_event(self, fault: Fault) -> bytes:
+    def error_event(self, fault: Fault, route: Route) -> bytes:
         """An error event, then ``[DONE]``, as the engines do."""
+        if route.kind == "responses":
+            event = {"type": "error", "sequence_number": 0, "code": fault.kind, "message": fault.message, "param": None}
+            return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
         return b'data: {"error":' + _error(fault) + b"}\n\ndata: [DONE]\n\n"
 
     def failure(self, event: bytes) -> tuple[int, str] | None:
         """An error object in the first event."""
-        _, data = payload(event)
-        return error_in(data)
+        name, data = payload(event)
+        if b'"finish_reason":"abort"' in data:
+            # What vLLM ends a stream with when it shuts down: the answer is cut, though it looks complete.
+            return 503, "the engine gave the answer up"
+        return error_in(data) or (_responses_error(data) if name == b"error" else None)
 
     def usage(self, tail: bytes, streamed: bool) -> Usage | None:
         """From the chunk before ``[DONE]``, or the whole body's ``usage``."""
@@ -98,6 +104,20 @@ def _error(fault: Fault) -> bytes:
     return msgspec.json.encode(
         {"message": fault.message, "type": fault.kind, "param": fault.param, "code": fault.status}
     )
+
+
+def _responses_error(data: bytes) -> tuple[int, str]:
+    """(status, message) of an error event of ``/v1/responses``, whose fields stand at the top."""
+    try:
+        body = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        body = None
+    if not isinstance(body, dict):
+        return 500, ""
+    code = body.get("code")
+    if isinstance(code, str) and code.isdigit():
+        code = int(code)
+    return code if isinstance(code, int) and 400 <= code <= 599 else 500, str(body.get("message") or "")
 
 
 def error_in(data: bytes) -> tuple[int, str] | None:

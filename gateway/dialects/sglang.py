@@ -44,7 +44,7 @@ class SGLang:
         error = {"message": fault.message, "type": fault.kind, "code": fault.status}
         return msgspec.json.encode({"error": error})
 
-    def error_event(self, fault: Fault) -> bytes:
+    def error_event(self, fault: Fault, route: Route) -> bytes:
         """An error event, then ``[DONE]``."""
         return b"data: " + self.error(fault) + b"\n\ndata: [DONE]\n\n"
 

@@ -12,7 +12,10 @@ class Generic:
     health = "/v1/models"
 
     async def read(self, ask: Ask) -> Facts | None:
-        """Never declines."""
+        """Declines only while the list of models fails."""
+        if (await ask("/v1/models")).status >= 500:
+            # It has a list and cannot show it now: whatever it is, it is not ready.
+            return None
         models = await served_models(ask)
         facts = Facts(engine=self.name, models=models or [])
         facts.context_length = min((m.max_length for m in models or [] if m.max_length is not None), default=None)

@@ -22,8 +22,10 @@ class Inward:
     stalled_seconds: float = 300.0
     """A client that reads nothing for so long is let go."""
     connections: int = 8_000
-    pipelined: int = 64 * 1024
-    """Bytes read ahead while a request is being answered."""
+    pipelined: int = 1024 * 1024
+    """Bytes read ahead while a request is being answered; a client that sends more is let go."""
+    bodies: int = 1024 * 1024 * 1024
+    """Bytes of all bodies that are held at one time."""
     comment_seconds: float | None = None
     """How long a client waits for a stream before it is sent a comment, and then between comments; ``None``: it is not."""
     linger_seconds: float = 2.0

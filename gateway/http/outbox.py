@@ -31,4 +31,8 @@ class Outbox:
         self._writes = []
         for transport, data in writes:
             if not transport.is_closing():
-                transport.write(data)
+                try:
+                    transport.write(data)
+                except Exception:
+                    # One transport's trouble is not the others'; its protocol is told by the loss of its connection.
+                    transport.abort()

@@ -60,10 +60,11 @@ class Inbound(asyncio.Protocol):
 
     __slots__ = (
         "_chunked",
+        "_counted",
         "_fields",
+        "_gathered",
         "_left",
         "_parser",
-        "_pieces",
         "_received",
         "_shape",
         "_shape_key",
@@ -96,7 +97,8 @@ class Inbound(asyncio.Protocol):
         self._shape_key = (b"", 0)
         self._chunked: Chunked | None = None
         self._left = 0
-        self._pieces: list[bytes] = []
+        self._gathered = bytearray()
+        self._counted = 0
         self._received = 0
         self._since = 0.0
 
@@ -112,6 +114,7 @@ class Inbound(asyncio.Protocol):
         self.phase = CLOSED
         self.transport = None
         self.server.connections.discard(self)
+        self.body_gone()
         self.buffer = b""
         owner, self.owner = self.owner, None
         if owner is not None:
@@ -150,8 +153,9 @@ class Inbound(asyncio.Protocol):
         elif phase in (IDLE, HEAD, BUSY):
             # Whoever does not take the answers that there are gets no more of them.
             self.buffer += data
-            if len(self.buffer) > self.server.limits.pipelined and self.transport is not None:
-                self.transport.pause_reading()
+            if len(self.buffer) > self.server.limits.pipelined:
+                # Not reading on would be kinder, but then nothing would tell that the client has left.
+                self.abort_with_owner()
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +251,7 @@ class Inbound(asyncio.Protocol):
             return
         self._chunked = Chunked(limits.body) if chunked else None
         self._left = length
-        self._pieces = []
+        self._gathered = bytearray()
         if not chunked and len(rest) >= length:
             incoming.body = rest[:length]
             self.buffer = rest[length:]
@@ -265,12 +269,13 @@ class Inbound(asyncio.Protocol):
     def _body(self, data: bytes) -> None:
         incoming = self.incoming
         assert incoming is not None
+        try:
+            self._count(len(data))
+            complete = self._chunked is not None and self._chunked.feed(data)
+        except Fault as fault:
+            self.refuse(fault)
+            return
         if self._chunked is not None:
-            try:
-                complete = self._chunked.feed(data)
-            except Fault as fault:
-                self.refuse(fault)
-                return
             if complete:
                 incoming.body, self.buffer = self._chunked.body, self._chunked.rest
                 self._chunked = None
@@ -279,13 +284,13 @@ class Inbound(asyncio.Protocol):
         else:
             left = self._left
             if len(data) >= left:
-                self._pieces.append(data if len(data) == left else data[:left])
+                self._gathered += data if len(data) == left else data[:left]
                 self.buffer = data[left:]
-                incoming.body = b"".join(self._pieces)
-                self._pieces = []
+                incoming.body, self._gathered = bytes(self._gathered), bytearray()
                 self._dispatch(incoming)
                 return
-            self._pieces.append(data)
+            # Not a list of pieces: a client that sends them byte by byte would have them cost many times their size.
+            self._gathered += data
             self._left = left - len(data)
         now = self.server.clock()
         self._received += len(data)
@@ -311,6 +316,7 @@ class Inbound(asyncio.Protocol):
     def done(self) -> None:
         """The answer is complete: take the next request, or close."""
         incoming, self.incoming, self.owner = self.incoming, None, None
+        self.body_gone()
         if self.phase != BUSY or self.transport is None:
             return
         if incoming is None or incoming.close or self.server.closing:
@@ -333,6 +339,8 @@ class Inbound(asyncio.Protocol):
     def shut(self) -> None:
         """Close when what was written has been sent."""
         self.phase = CLOSED
+        # Closing waits until all is written, and a client that does not read must not keep it waiting.
+        self.deadline = self.server.clock() + self.server.limits.stalled_seconds
         if self.transport is not None:
             self.server.outbox.flush()
             self.transport.close()
@@ -345,15 +353,35 @@ class Inbound(asyncio.Protocol):
             self.server.outbox.flush()
             self.transport.abort()
 
+    def abort_with_owner(self) -> None:
+        """Close at once, and tell whoever answers that the client is gone."""
+        owner = self.owner
+        self.abort()
+        if owner is not None:
+            owner.client_gone()
+
+    def body_gone(self) -> None:
+        """The present request's body is needed no more."""
+        self.server.body_bytes -= self._counted
+        self._counted = 0
+
+    def _count(self, size: int) -> None:
+        """Bytes of a body came. Raises `Crowded` when all bodies together are over their bound."""
+        self._counted += size
+        self.server.body_bytes += size
+        if self.server.body_bytes > self.server.limits.bodies:
+            raise Crowded("too much is being received at once", retry_after=1)
+
     def refuse(self, fault: Fault) -> None:
         """Answer a request that could not be read, then close, reading on for a moment so that the answer arrives."""
         if self.transport is None or self.phase in (LINGER, CLOSED):
             return
         self.phase = LINGER
         self.buffer = b""
-        self._pieces = []
+        self._gathered = bytearray()
         self._chunked = None
         self.deadline = self.server.clock() + self.server.limits.linger_seconds
+        self.body_gone()
         self.server.refused(fault)
         path = self.incoming.path if self.incoming is not None else b""
         self.send(self.server.render(fault, path))
@@ -370,12 +398,12 @@ class Inbound(asyncio.Protocol):
         elif self.phase == BODY:
             self.refuse(TimedOut("the request's body did not arrive in time"))
         elif self.phase == BUSY or (self.phase == IDLE and self.slow):
-            owner = self.owner
-            self.abort()
-            if owner is not None:
-                owner.client_gone()
+            self.abort_with_owner()
         elif self.transport is not None:
-            self.transport.close() if self.phase == IDLE else self.transport.abort()
+            if self.phase == IDLE and not self.transport.get_write_buffer_size():
+                self.transport.close()
+            else:
+                self.transport.abort()
 
 
 class Server:
@@ -396,6 +424,8 @@ class Server:
         self.limits = limits or Inward()
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
+        self.body_bytes = 0
+        """Bytes of bodies that are held now."""
         self.outbox = outbox or Outbox(self.loop)
         self.connections: set[Inbound] = set()
         self.closing = False

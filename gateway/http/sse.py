@@ -1,5 +1,7 @@
 """Where an event of a server-sent stream ends. Nothing here parses events: the relay must not pay for that."""
 
+from collections.abc import Iterator
+
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n")
 
 
@@ -15,18 +17,23 @@ def boundary(data: bytes) -> int:
     return best
 
 
-def first_event(data: bytes) -> bytes | None:
-    """The first complete event that is not only a comment, as it stands; ``None`` if there is none yet."""
+def events(data: bytes) -> Iterator[bytes]:
+    """Every complete event in ``data``, without the blank line that ends it."""
     at = 0
-    while at < len(data):
+    while True:
         ends = [(found, len(end)) for end in _ENDS if (found := data.find(end, at)) >= 0]
         if not ends:
-            return None
+            return
         found, length = min(ends)
-        event = data[at:found]
+        yield data[at:found]
+        at = found + length
+
+
+def first_event(data: bytes) -> bytes | None:
+    """The first complete event that is not only a comment, as it stands; ``None`` if there is none yet."""
+    for event in events(data):
         if any(line and not line.startswith(b":") for line in event.splitlines()):
             return event
-        at = found + length
     return None
 
 

@@ -9,13 +9,15 @@ framing of the worker is gone.
 """
 
 import asyncio
+import errno
+import socket
 import ssl
 from time import monotonic
 from typing import Protocol, cast
 
 import httptools
 
-from gateway.errors import Malformed, NoConnection, Refused, Reset, Stalled, WorkerFault
+from gateway.errors import Malformed, NoConnection, Refused, Reset, Stalled, Unresolved, WorkerFault
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 
@@ -43,6 +45,7 @@ class Outbound(asyncio.Protocol):
     """One connection to a worker."""
 
     __slots__ = (
+        "_coded",
         "_complete",
         "_fields",
         "_head_bytes",
@@ -78,6 +81,7 @@ class Outbound(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._status = 0
         self._head_bytes = 0
+        self._coded = False
         self._headed = False
         self._keep = False
         self._started = False
@@ -88,6 +92,7 @@ class Outbound(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        _watch(transport)
         if not self.counted:
             self.close()
 
@@ -127,6 +132,9 @@ class Outbound(asyncio.Protocol):
                 self._fail(Malformed("the worker's answer is not HTTP"))
                 return
             self._sized = False
+        if self._coded:
+            self._fail(Malformed("the worker's answer has a transfer coding that was not asked for"))
+            return
         if self._headed:
             # Not from inside the parser, which would take a defect of ours for a malformed answer.
             self._headed = False
@@ -163,10 +171,11 @@ class Outbound(asyncio.Protocol):
             return
         self._started = True
         sized = status in (204, 304)
-        for name, _ in self._fields:
+        for name, value in self._fields:
             low = name.lower()
             if low in (b"content-length", b"transfer-encoding"):
                 sized = True
+                self._coded = self._coded or (low == b"transfer-encoding" and value.strip().lower() != b"chunked")
         self._sized = sized
         # Asked here and not at the end: llhttp forgets it with the message.
         self._keep = self._parser.should_keep_alive()
@@ -190,6 +199,7 @@ class Outbound(asyncio.Protocol):
         self.receiver = receiver
         self.answered = False
         self._head_bytes = 0
+        self._coded = False
         self._headed = self._started = self._complete = self._sized = False
         self._pieces = []
         self._status = 0
@@ -245,6 +255,37 @@ class Outbound(asyncio.Protocol):
             receiver.response_failed(fault)
 
 
+OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
+"""What this machine lacks: no worker's fault."""
+
+
+def _why(error: OSError | UnicodeError) -> WorkerFault | NoConnection:
+    """What a connection that could not be made says, and of whom."""
+    if isinstance(error, ssl.SSLError):
+        return Refused("TLS with the worker failed")
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return Unresolved("the worker's name could not be resolved")
+    if error.errno in OURS:
+        return NoConnection("no more connections can be made from here", retry_after=1)
+    return Refused("the worker refused the connection")
+
+
+def _watch(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel notice a peer that is gone without a word: power loss, a partition."""
+    connected = transport.get_extra_info("socket")
+    if connected is None:
+        return
+    try:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+    except OSError:
+        pass
+
+
 class Pool:
     """Connections to one worker."""
 
@@ -264,6 +305,7 @@ class Pool:
         self.open = 0
         """Connections that exist, idle ones and those being made included."""
         self.closed = False
+        self._addresses: list[str] = []
         self._idle: list[Outbound] = []
         self._busy: set[Outbound] = set()
         self._loop = asyncio.get_running_loop()
@@ -292,27 +334,45 @@ class Pool:
         connection = Outbound(self)
         try:
             async with asyncio.timeout(self.limits.connect_seconds):
-                await self._loop.create_connection(
-                    lambda: connection,
-                    self.host,
-                    self.port,
-                    ssl=self.tls,
-                    server_hostname=self.host if self.tls is not None else None,
-                )
+                await self._open(connection)
         except TimeoutError:
             self._give_up(connection)
             raise Stalled("the worker did not accept a connection in time") from None
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, UnicodeError) as error:
             self._give_up(connection)
-            what = (
-                "TLS with the worker failed" if isinstance(error, ssl.SSLError) else "the worker refused the connection"
-            )
-            raise Refused(what) from None
+            raise _why(error) from None
         except BaseException:
             self._give_up(connection)
             raise
         self._busy.add(connection)
         return connection
+
+    async def _open(self, connection: Outbound) -> None:
+        """Connect to one of the addresses that were found last; they are looked up only when there are none."""
+        addresses = self._addresses or await self.resolve()
+        last: OSError | None = None
+        for address in addresses:
+            try:
+                await self._loop.create_connection(
+                    lambda: connection,
+                    address,
+                    self.port,
+                    ssl=self.tls,
+                    server_hostname=self.host if self.tls is not None else None,
+                )
+                return
+            except OSError as error:
+                last = error
+        raise last or OSError("no address")
+
+    async def resolve(self) -> list[str]:
+        """Look the worker's addresses up and keep them; called from time to time, so that no request has to wait for it.
+
+        Raises `OSError`; what was known before stays then.
+        """
+        found = await self._loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        self._addresses = list(dict.fromkeys(str(row[4][0]) for row in found))
+        return self._addresses
 
     def _give_up(self, connection: Outbound) -> None:
         """Nobody wants it any more. The loop may make it all the same; it closes itself then."""
@@ -356,10 +416,3 @@ class Pool:
         """Use no more; running exchanges end by themselves."""
         self.closed = True
         self.close_idle()
-
-    def abort(self) -> None:
-        """Cut everything, running exchanges too: their receivers are told by the loss of the connection."""
-        self.close()
-        for connection in list(self._busy):
-            if connection.transport is not None:
-                connection.transport.abort()

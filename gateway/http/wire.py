@@ -77,6 +77,9 @@ def request_head(
     key = (authority, base, worker_key, keyed, rank)
     start = incoming.memo.get(key)
     if start is None:
+        if len(incoming.memo) > MEMO:
+            # One for each worker that this connection's requests went to: with many workers, not worth keeping.
+            incoming.memo.clear()
         start = _request_start(incoming, base, authority, worker_key, keyed, rank)
         incoming.memo[key] = start
     assert isinstance(start, bytes)
@@ -85,6 +88,7 @@ def request_head(
     return b"%b%b\r\n\r\n" % (start, request_id)
 
 
+MEMO = 16
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 
 

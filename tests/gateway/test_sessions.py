@@ -27,6 +27,13 @@ OLD_CLAUDE = f"user_{'ab12' * 16}_account_{OTHER}_session_{UUID}"
 NEW_CLAUDE = json.dumps({"device_id": "d" * 64, "account_uuid": OTHER, "session_id": UUID})
 
 
+def remember(store: Sessions, session: Session, prompt: Prompt, scope: int) -> None:
+    """What the end of a request does."""
+    said = store.end_of(prompt, scope)
+    if said is not None:
+        store.remember_content(session, said)
+
+
 def read(body: dict[str, Any], path: bytes = b"/v1/chat/completions") -> Reading:
     dialect, route = PATHS[path]
     return dialect.read(route, json.dumps({"model": "sim", **body}).encode())
@@ -247,7 +254,7 @@ def test_the_store_keeps_no_value_of_a_client() -> None:
     prompt = prompt_of([user("secret words")])
     said = store.by_content(prompt, 3, "t", "m", 1.0)
     assert said is not None
-    store.remember_content(said, prompt, 3)
+    remember(store, said, prompt, 3)
     for text in (repr(session), repr(said), repr(store.recent(9)), repr(vars(store)), repr(store)):
         assert "secret" not in text.replace("_secret", "")
     assert len(session.key) == 16
@@ -288,7 +295,7 @@ class Talk:
         self.now += 1.0
         session = self.store.by_content(prompt, scope, "t", "m", self.now)
         if session is not None:
-            self.store.remember_content(session, prompt, scope)
+            remember(self.store, session, prompt, scope)
         return session
 
 
@@ -440,7 +447,7 @@ def test_a_session_forgotten_while_its_request_runs_stays_forgotten() -> None:
     store.bind(session, 4)
     store.drop(session)
     store.bind(session, 5)
-    store.remember_content(session, prompt, 1)
+    remember(store, session, prompt, 1)
     assert not any(homes.values())
     later = store.by_content(longer, 1, "t", "m", 2.0)
     assert later is not None
@@ -479,7 +486,7 @@ class Store(RuleBasedStateMachine):
         session = self.store.by_content(prompt, 1, "t", "m", self.now)
         assert session is not None
         self.known.append(session)
-        self.store.remember_content(session, prompt, 1)
+        remember(self.store, session, prompt, 1)
 
     @precondition(lambda self: self.known)
     @rule(pick=st.integers(0, 1000), at=st.integers(0, 2))
@@ -501,7 +508,7 @@ class Store(RuleBasedStateMachine):
     def remember(self, pick: int, chat: int) -> None:
         said = self.chats.get(chat, ["x"])
         prompt = prompt_of([user(f"{at}{word}") for at, word in enumerate(said)])
-        self.store.remember_content(self.known[pick % len(self.known)], prompt, 1)
+        remember(self.store, self.known[pick % len(self.known)], prompt, 1)
 
     @rule(at=st.integers(0, 2))
     def unbind_all(self, at: int) -> None:

@@ -69,13 +69,14 @@ def fleets(draw: st.DrawFn, most: int = 9, equal_rates: bool | None = None, slow
 def requests(draw: st.DrawFn, fleet: Fleet) -> Request:
     """Random requests, with holdings of targets that are gone too, and with anything missing."""
     ids = st.sampled_from([target.id for target in fleet.targets] + [1001])
+    session = draw(st.none() | bits)
     return Request(
         draw=draw(bits),
         ordinal=draw(st.integers(0, 10_000)),
         tokens=draw(st.none() | st.integers(0, 200_000)),
         holdings=draw(st.dictionaries(ids, st.integers(0, 250_000), max_size=len(fleet.targets) + 1)),
-        session=draw(st.none() | bits),
-        home=draw(st.none() | ids),
+        session=session,
+        home=None if session is None else draw(st.none() | ids),
         siblings=draw(st.integers(0, 3)),
         prefix=draw(st.none() | bits),
     )

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_digest
 
 from kv_index.radix import RadixIndex
 from policies.base import Fleet, Rates, Request, Target, load
-from policies.cost import terms, turn
+from policies.cost import homed, terms, turn
 from tests.policies.fleets import asked, bits, fleet, fleets, target
 
 POLICY = load("cache_aware")
@@ -19,7 +19,7 @@ POLICY = load("cache_aware")
 
 def priced(request: Request, targets: Fleet) -> dict[int, float]:
     """The total of each candidate, one by one."""
-    least = min(each.homes for each in targets.targets) if request.session is not None else None
+    least = min(homed(each) for each in targets.targets) if request.session is not None else None
     return {each.id: terms(request, each, least).total for each in targets.targets}
 
 
@@ -238,3 +238,44 @@ def test_four_hundred_sessions_with_one_start_spread_over_eight_targets(burst: b
     assert max(computed.values()) <= 1.3 * computed.total() / 8
     # And the shared start is not computed for everybody.
     assert computed.total() < 400 * own + 8 * 3 * 2000
+
+
+def test_an_empty_newcomer_does_not_draw_sessions_past_a_real_queue() -> None:
+    for share in (0.1, 1.0):
+        targets = Fleet([target(0, share=share, wait=60.0), *[target(id, homes=1000) for id in range(1, 4)]])
+        assert POLICY.choose(Request(7, tokens=2000, session=5), targets, 0.0).target.id != 0
+    slow = Fleet([target(0, share=0.1), *[target(id, homes=1000) for id in range(1, 4)]])
+    assert POLICY.choose(Request(7, tokens=2000, session=5), slow, 0.0).target.id != 0, "slow start holds"
+    ready = Fleet([target(0), *[target(id, homes=1000) for id in range(1, 4)]])
+    assert POLICY.choose(Request(7, tokens=2000, session=5), ready, 0.0).target.id == 0
+
+
+def test_a_long_shared_start_does_not_herd() -> None:
+    """Fifteen thousand tokens of tools and system prompt, sessions one by one with nothing in flight."""
+    targets = Fleet([target(id) for id in range(8)])
+    holders: set[int] = set()
+    for number in range(400):
+        request = Request(number * 7919, tokens=15_500, session=number + 1, holdings=dict.fromkeys(holders, 15_000))
+        found = POLICY.choose(request, targets, 0.0).target
+        found.homes += 1
+        holders.add(found.id)
+    homes = [each.homes for each in targets.targets]
+    assert max(homes) * 8 / sum(homes) < 1.3, homes
+
+
+def test_a_slow_engine_is_promised_as_much_work_not_as_many_sessions() -> None:
+    fast = Rates()
+    slow = Rates(base=4 * fast.base, token=4 * fast.token)
+    targets = Fleet([target(0, rates=fast), target(1, rates=slow)])
+    for number in range(400):
+        POLICY.choose(Request(number * 7919, tokens=700, session=number + 1), targets, 0.0).target.homes += 1
+    first, second = (each.homes for each in targets.targets)
+    assert 2.5 < first / second < 6
+
+
+def test_a_home_that_rests_keeps_its_sessions() -> None:
+    targets = Fleet([target(1), target(2)])
+    request = Request(3, tokens=2000, session=5, home=0, away=True)
+    for policy in (POLICY, load("session")):
+        choice = policy.choose(request, targets, 0.0)
+        assert (choice.reason, choice.moves_home) == ("spill", False)
