@@ -57,7 +57,7 @@ MODELS = b"/v1/models"
 SALTED = frozenset(("vllm", "sglang", "tensorrt_llm"))
 """Engines that keep caches of different ``cache_salt`` apart."""
 RESERVE = 10.0
-"""Retries that are always allowed, whatever the budget."""
+"""Retries that are allowed before there was any traffic to take a share of."""
 PINS = 100_000
 """Responses remembered with the worker that has them."""
 
@@ -320,7 +320,7 @@ class Gateway:
                 self.metrics.inter_token.observe_in(tally.inter_token, between)
 
     def _remember_response(self, exchange: Exchange, target: Target) -> None:
-        found = _response_id(exchange.tail)
+        found = _response_id(exchange.first) or _response_id(exchange.tail)
         if found is not None:
             self._pins[exchange.ask.tenant.name, found] = target.worker.id
             if len(self._pins) > PINS:
@@ -490,9 +490,10 @@ def _multipart_model(incoming: Incoming) -> str | None:
     return None
 
 
-def _response_id(tail: bytes) -> str | None:
-    at = tail.rfind(b'"id":"resp_')
-    if at < 0:
-        return None
-    end = tail.find(b'"', at + 6)
-    return tail[at + 6 : end].decode("ascii", "replace") if 0 < end - at < 200 else None
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+
+
+def _response_id(part: bytes) -> str | None:
+    """The id of a response in the part of its answer that has it."""
+    found = _RESPONSE_ID.search(part)
+    return found[1].decode() if found is not None else None

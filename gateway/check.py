@@ -3,7 +3,7 @@
 import json
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from gateway.config import Config
 from gateway.config_check import check
@@ -30,6 +30,8 @@ async def check_fleet(config: Config, as_json: bool) -> int:
             problem = None
             try:
                 fleet.describe(worker, await probe.read(worker))
+                if await probe.tells_cached(worker) is False:
+                    worker.observe("usage_details", True)
             except WorkerFault as fault:
                 problem = fault.message
             rows.append((worker, problem))
@@ -57,19 +59,18 @@ def _row(worker: Worker, problem: str | None) -> dict[str, object]:
 
 
 def _show(rows: list[tuple[Worker, str | None]]) -> None:
-    table = Table("worker", "engine", "models", "KV tokens", "block", "what is missing")
+    console = Console(highlight=False, soft_wrap=True)
     for worker, problem in rows:
         facts = worker.facts
         if problem:
-            table.add_row(worker.url, "-", "-", "-", "-", f"does not answer: {problem}")
+            console.print(f"[bold]{escape(worker.url)}[/]\n  does not answer: {escape(problem)}")
             continue
-        missing = "\n".join(f"{row['what']}: {row['costs']}\n  cure: {row['cure']}" for row in lacks(worker))
-        table.add_row(
-            worker.url,
-            f"{facts.engine} {facts.version or ''}".strip(),
-            ", ".join(model.name for model in facts.models) or "-",
-            "unknown" if facts.kv_tokens is None else f"{facts.kv_tokens:,}",
-            "unknown" if facts.block_size is None else str(facts.block_size),
-            missing or "nothing",
-        )
-    Console().print(table)
+        models = ", ".join(model.name for model in facts.models) or "none listed"
+        tokens = "unknown" if facts.kv_tokens is None else f"{facts.kv_tokens:,} tokens"
+        block = "unknown" if facts.block_size is None else str(facts.block_size)
+        kind = f"{facts.engine} {facts.version or ''}".strip()
+        console.print(f"[bold]{escape(worker.url)}[/]  {escape(kind)}")
+        console.print(f"  models: {escape(models)}; KV cache: {tokens}; block size: {block}")
+        for row in lacks(worker):
+            console.print(f"  missing: {escape(row['what'])}")
+            console.print(f"    costs: {escape(row['costs'])}\n    cure:  {escape(row['cure'])}")

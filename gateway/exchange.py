@@ -154,6 +154,11 @@ class Exchange:
         """The last bytes that were passed on."""
         return b"".join(self.relay.tail) if self.relay is not None else b""
 
+    @property
+    def first(self) -> bytes:
+        """How the answer began."""
+        return self.relay.first if self.relay is not None else b""
+
     # -- choosing and sending ---------------------------------------------------------------------------------------
 
     def start(self) -> None:

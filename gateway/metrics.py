@@ -24,6 +24,10 @@ OVERHEAD = (0.00005, 0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0
 SHARE = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
+WHO = ("tenant", "model", "policy")
+"""Labels of what is told for each policy of each tenant."""
+
+
 class Counter:
     """A monotonic sum for each label set."""
 
@@ -189,46 +193,52 @@ class Metrics:
         self.registry.register(self)
         self.gauges: list[Gauge] = []
         self._tallies: dict[Labels, Tally] = {}
-        who = ("tenant", "model", "policy")
+        self._requests()
+        self._tokens()
+        self._decisions()
+
+    def _requests(self) -> None:
         self.requests = Counter(
             "warmroute_requests", "Requests ended, by how.", ("tenant", "model", "kind", "policy", "outcome")
         )
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
         self.duration = Histogram(
-            "warmroute_request_duration_seconds", "From the request's last byte to the answer's.", DURATION, who
+            "warmroute_request_duration_seconds", "From the request's last byte to the answer's.", DURATION, WHO
         )
         self.ttft = Histogram(
             "warmroute_time_to_first_token_seconds",
             "From the request's last byte to the first event of a streamed answer, by turn of its session.",
             TTFT,
-            (*who, "turn"),
+            (*WHO, "turn"),
         )
         self.inter_token = Histogram(
-            "warmroute_inter_token_seconds", "Mean time between two tokens of one streamed answer.", INTER_TOKEN, who
+            "warmroute_inter_token_seconds", "Mean time between two tokens of one streamed answer.", INTER_TOKEN, WHO
         )
+
+    def _tokens(self) -> None:
         self.prompt_tokens = Counter(
-            "warmroute_prompt_tokens", "Prompt tokens, as engines report them.", (*who, "target")
+            "warmroute_prompt_tokens", "Prompt tokens, as engines report them.", (*WHO, "target")
         )
         self.completion_tokens = Counter(
-            "warmroute_completion_tokens", "Generated tokens, as engines report them.", (*who, "target")
+            "warmroute_completion_tokens", "Generated tokens, as engines report them.", (*WHO, "target")
         )
         self.cached_tokens = Counter(
-            "warmroute_cached_tokens", "Prompt tokens that engines report as found in their cache.", (*who, "target")
+            "warmroute_cached_tokens", "Prompt tokens that engines report as found in their cache.", (*WHO, "target")
         )
         self.reported_prompt_tokens = Counter(
             "warmroute_cache_reported_prompt_tokens",
             "Prompt tokens of those requests whose engine reports cached tokens: the base of the reported hit rate.",
-            (*who, "target"),
+            (*WHO, "target"),
         )
         self.predicted_tokens = Counter(
             "warmroute_predicted_cached_tokens",
             "Prompt tokens predicted to be cached where they were sent.",
-            (*who, "target"),
+            (*WHO, "target"),
         )
         self.predicted_prompt_tokens = Counter(
             "warmroute_predicted_prompt_tokens",
             "Estimated prompt tokens of requests that were routed by prefix: the base of the predicted hit rate.",
-            (*who, "target"),
+            (*WHO, "target"),
         )
         self.prediction_error = Histogram(
             "warmroute_prediction_error_ratio",
@@ -236,7 +246,9 @@ class Metrics:
             SHARE,
             ("model",),
         )
-        self.decisions = Counter("warmroute_decisions", "Routing decisions.", (*who, "reason"))
+
+    def _decisions(self) -> None:
+        self.decisions = Counter("warmroute_decisions", "Routing decisions.", (*WHO, "reason"))
         self.routed = Counter("warmroute_routed_requests", "Requests sent, by target.", ("model", "target"))
         self.sessions = Counter(
             "warmroute_session_outcomes",

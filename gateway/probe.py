@@ -128,6 +128,33 @@ class Probe:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Malformed(f"a probe failed: {error or type(error).__name__}") from None
 
+    async def tells_cached(self, worker: Worker) -> bool | None:
+        """Have it generate one token, and see whether its usage tells cached tokens: engines do not say so otherwise.
+
+        ``None`` if that cannot be seen.
+        """
+        assert self._session is not None
+        models = worker.facts.models
+        if not models:
+            return None
+        key = worker.spec.api_key
+        body = {"model": models[0].name, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+        try:
+            async with self._session.post(
+                worker.url.rstrip("/") + "/v1/chat/completions",
+                json=body,
+                headers={"authorization": f"Bearer {key}"} if key else None,
+                ssl=worker.tls or True,
+            ) as response:
+                answer = Answer(response.status, await response.content.read(LARGEST)).json()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        if not isinstance(usage, dict):
+            return None
+        details = usage.get("prompt_tokens_details")
+        return isinstance(details, dict) and details.get("cached_tokens") is not None
+
     # -- one worker -------------------------------------------------------------------------------------------------
 
     async def _watch(self, worker: Worker) -> None:

@@ -44,19 +44,7 @@ class Running:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        limits_out = Outward(
-            connect_seconds=config.timeouts.connect,
-            first_byte_seconds=config.timeouts.first_byte,
-            idle_seconds=config.timeouts.idle,
-        )
-        limits_in = Inward(
-            body=config.listen.max_body,
-            connections=_connections(config.listen.max_connections),
-            idle_seconds=config.listen.idle,
-            head_seconds=config.listen.head_timeout,
-            body_seconds=config.listen.body_timeout,
-            comment_seconds=config.listen.comment_after,
-        )
+        limits_in, limits_out = make_limits(config)
         self.index = RadixIndex(config.index.max_bytes)
         self.metrics = Metrics()
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
@@ -243,6 +231,24 @@ def _connections(wanted: int) -> int:
         )
         return allowed
     return wanted
+
+
+def make_limits(config: Config) -> tuple[Inward, Outward]:
+    """Bounds of the data plane, towards clients and towards workers."""
+    inward = Inward(
+        body=config.listen.max_body,
+        connections=_connections(config.listen.max_connections),
+        idle_seconds=config.listen.idle,
+        head_seconds=config.listen.head_timeout,
+        body_seconds=config.listen.body_timeout,
+        comment_seconds=config.listen.comment_after,
+    )
+    outward = Outward(
+        connect_seconds=config.timeouts.connect,
+        first_byte_seconds=config.timeouts.first_byte,
+        idle_seconds=config.timeouts.idle,
+    )
+    return inward, outward
 
 
 def make_tenants(config: Config) -> Tenants:

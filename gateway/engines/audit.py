@@ -33,11 +33,11 @@ LACKS = {
     "chunked_prefill": Lack(
         "chunked prefill is off",
         "a long prompt stops the generation of all others on that engine",
-        {"vllm": "--enable-chunked-prefill", "sglang": "--chunked-prefill-size 8192"},
+        {"sglang": "--chunked-prefill-size 8192"},
     ),
     "events": Lack(
         "it publishes no KV events",
-        "what its cache holds is predicted from what was sent there, not known",
+        "what its cache holds can only be predicted from what was sent there",
         {"vllm": "--kv-events-config", "sglang": "--kv-events-config"},
     ),
     "small_cache": Lack(

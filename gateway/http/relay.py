@@ -11,6 +11,7 @@ from gateway.http.incoming import Incoming
 from gateway.http.server import Inbound
 from gateway.http.sse import boundary
 
+FIRST = 2048
 COMMENT = b": keep-alive\n\n"
 
 
@@ -21,7 +22,7 @@ class Relay:
     is in the head; ``most``: bytes of an unfinished event that are held back.
     """
 
-    __slots__ = ("_chunked", "_held", "_most", "client", "events", "head", "incoming", "tail")
+    __slots__ = ("_chunked", "_held", "_most", "client", "events", "first", "head", "incoming", "tail")
 
     def __init__(
         self, client: Inbound, incoming: Incoming, head: bytes, *, events: bool, sized: bool, most: int
@@ -35,6 +36,8 @@ class Relay:
         self._most = most
         self.tail: deque[bytes] = deque(maxlen=4)
         """The last pieces that were passed on: of a stream, whole events."""
+        self.first = b""
+        """How the answer begins: up to `FIRST` bytes of its first piece."""
 
     @property
     def untouched(self) -> bool:
@@ -58,6 +61,8 @@ class Relay:
         self._send(data)
 
     def _send(self, data: bytes) -> None:
+        if not self.tail:
+            self.first = data[:FIRST]
         self.tail.append(data)
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
         if self.head:
