@@ -201,7 +201,14 @@ def _result(parts: list[bytes | Raw], content: Field) -> None:
         parts.append(raw)
         return
     for block in blocks:
-        _block(parts, block, thinking=False)
+        # One level is all that templates know. What stands deeper stays as it is: read level by level, a body of many
+        # levels would be read as many times.
+        if block.tool_use_id is not None and block.text is None and block.thinking is None:
+            parts += (b"\x00\x03", encode(block.tool_use_id))
+            if not isinstance(block.content, UnsetType):
+                parts.append(block.content)
+        else:
+            _block(parts, block, thinking=False)
 
 
 def _only_results(message: Message) -> bool:
