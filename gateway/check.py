@@ -9,7 +9,7 @@ from gateway.config import Config
 from gateway.config_check import check
 from gateway.config_reader import ConfigError
 from gateway.engines.audit import lacks
-from gateway.errors import WorkerFault
+from gateway.errors import NoConnection, WorkerFault
 from gateway.fleet import Fleet
 from gateway.probe import Probe
 from gateway.workers import Worker
@@ -32,7 +32,7 @@ async def check_fleet(config: Config, as_json: bool) -> int:
                 fleet.describe(worker, await probe.read(worker))
                 if await probe.tells_cached(worker) is False:
                     worker.observe("usage_details", True)
-            except WorkerFault as fault:
+            except (WorkerFault, NoConnection) as fault:
                 problem = fault.message
             rows.append((worker, problem))
     finally:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import aiohttp
 
 from gateway.engines import Answer, Engine, all_engines
-from gateway.errors import Malformed, Refused, Stalled, WorkerFault
+from gateway.errors import Malformed, NoConnection, Refused, Stalled, Unresolved, WorkerFault
 from gateway.fleet import FALL, RISE, Fleet
+from gateway.http.upstream import OURS
 from gateway.workers import Facts, State, Worker
 
 log = logging.getLogger("warmroute")
@@ -84,7 +85,7 @@ class Probe:
             task.cancel()
 
     async def read(self, worker: Worker) -> Facts:
-        """What the engine is. Raises `WorkerFault` if it does not answer."""
+        """What the engine is. Raises `WorkerFault` if it does not answer, `NoConnection` if it could not be asked."""
 
         async def ask(path: str) -> Answer:
             return await self.ask(worker, path)
@@ -104,7 +105,7 @@ class Probe:
         raise Malformed("it answers like no engine")
 
     async def ask(self, worker: Worker, path: str) -> Answer:
-        """GET ``path`` of ``worker``. Raises `WorkerFault`."""
+        """GET ``path`` of ``worker``. Raises `WorkerFault`, or `NoConnection` where this machine lacks what it takes."""
         assert self._session is not None
         key = worker.spec.api_key
         try:
@@ -123,7 +124,11 @@ class Probe:
                 return Answer(response.status, body)
         except TimeoutError:
             raise Stalled("a probe got no answer in time") from None
+        except aiohttp.ClientConnectorDNSError:
+            raise Unresolved("the name has no address") from None
         except aiohttp.ClientConnectorError as error:
+            if error.os_error.errno in OURS:
+                raise NoConnection(f"no probe can be made from here: {error.os_error.strerror}") from None
             raise Refused(f"a probe could not connect: {error.os_error.strerror or error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Malformed(f"a probe failed: {error or type(error).__name__}") from None
@@ -186,6 +191,10 @@ class Probe:
         except Stalled as fault:
             # Busy is not dead: traffic that gets answers says more than a probe that gets none.
             healthy, why = worker.answered != answered or self.heard(worker) > begun, fault.message
+        except (NoConnection, Unresolved) as fault:
+            # Nobody asked it: this says nothing of the worker, and requests go where its name led before.
+            log.debug("%s was not probed: %s", worker.id, fault.message)
+            return self.health_seconds if worker.state in (State.READY, State.DRAINING) else self.join_seconds
         except WorkerFault as fault:
             healthy, why = False, fault.message
         if healthy:
@@ -207,14 +216,14 @@ class Probe:
     async def _join(self, worker: Worker) -> float:
         try:
             facts = await self.read(worker)
-        except WorkerFault as fault:
+        except (WorkerFault, NoConnection) as fault:
             worker.reason = fault.message
             return self.join_seconds
         self._describe(worker, facts)
         engine = self.engines.get(facts.engine) or self.engines["generic"]
         try:
             answer = await self.ask(worker, engine.health)
-        except WorkerFault as fault:
+        except (WorkerFault, NoConnection) as fault:
             worker.reason = fault.message
             return self.join_seconds
         if answer.status != 200:
@@ -234,7 +243,7 @@ class Probe:
             # Whatever came back may be another engine with other models.
             try:
                 facts = await self.read(worker)
-            except WorkerFault:
+            except (WorkerFault, NoConnection):
                 return
             untold = facts.started is None
             self._describe(worker, facts)
@@ -248,7 +257,7 @@ class Probe:
                 facts = await self.read(worker)
                 if facts.models or not worker.facts.models:
                     self._describe(worker, facts)
-            except WorkerFault as fault:
+            except (WorkerFault, NoConnection) as fault:
                 log.debug("reading %s failed: %s", worker.id, fault.message)
 
     def _unhealthy(self, worker: Worker, why: str) -> None:
@@ -275,7 +284,7 @@ class Probe:
             before = [target.running for target in worker.targets]
             try:
                 loads = await engine.load(lambda path: self.ask(worker, path))
-            except WorkerFault:
+            except (WorkerFault, NoConnection):
                 continue
             except Exception:
                 log.exception("reading the load of %s failed", worker.id)
