@@ -73,13 +73,15 @@ class _Root(Node):
 
 
 class _Target:
-    __slots__ = ("capacity", "evicted", "heap", "limit", "pages")
+    __slots__ = ("buried", "capacity", "evicted", "heap", "limit", "pages")
 
     def __init__(self) -> None:
         self.capacity: int | None = None
         self.pages = 0
         self.evicted = 0
         self.heap: list[tuple[float, int, Node]] = []
+        self.buried: set[Node] = set()
+        """Leaves whose entry eviction pushed deeper for a pin or a reference: they need a new one when that ends."""
         self.limit = 4096
 
 
@@ -315,6 +317,7 @@ class RadixIndex:
     def _take(self, node: Node, target: int, state: _Target) -> None:
         """``target`` no longer holds ``node``; no child of it may be held by ``target``."""
         del node.held[target]
+        state.buried.discard(node)
         state.pages -= len(node.edge) // SYMBOL
         self.bytes -= HOLDER_BYTES
         if node.pins:
@@ -386,15 +389,20 @@ class RadixIndex:
             node = entry[2]
             if id(node) not in seen and _is_leaf(node, target):
                 seen.add(id(node))
+                if node.pins or node.references:
+                    state.buried.add(node)
                 kept.append((_age(node, target), entry[1], node))
         heapify(kept)
         state.heap = kept
         state.limit = 3 * len(kept) + 4096
 
     def _surface(self, node: Node, target: int) -> None:
-        """``node`` became easier to evict for ``target``: its entry, if any, stands too deep in the heap."""
-        if target in self._targets and _is_leaf(node, target):
-            self._push(node, target, _age(node, target))
+        """``node`` became easier to evict for ``target``: its entry may stand too deep in the heap."""
+        state = self._targets.get(target)
+        if state is not None and node in state.buried:
+            state.buried.discard(node)
+            if _is_leaf(node, target):
+                self._push(node, target, _age(node, target))
 
     def _became_leaf(self, node: Node, target: int) -> None:
         if node.parent is not None and _is_leaf(node, target):
@@ -418,6 +426,8 @@ class RadixIndex:
                 continue
             age = _age(node, target)
             if age != stamp:
+                if node.pins or node.references:
+                    state.buried.add(node)
                 heapreplace(state.heap, (age, serial, node))
                 continue
             if age == inf or node is sparing:
