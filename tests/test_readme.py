@@ -11,7 +11,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 def test_the_configuration_by_example_is_accepted():
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    config = parse(text, {"ENGINE_KEY": "a", "RESEARCH_KEY": "b", "BATCH_KEY": "c"})
+    config = parse(text, {"ENGINE_KEY": "a", "RESEARCH_KEY": "b", "BATCH_KEY": "c", "ISOLATION_KEY": "d"})
     assert config.make_policy(config.tenants[0].policy).name == "session"
 
 
