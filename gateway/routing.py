@@ -391,8 +391,8 @@ class Routing:
             if target.doubts == DOUBTS:
                 self.index.clear(target.id)
                 self._doubting.add(target.id)
-            return
-        if cached:
+                return
+        elif cached:
             target.doubts = 0
             self._doubting.discard(target.id)
         if predicted - cached > max(DOUBTED, 0.05 * prompt):
