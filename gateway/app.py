@@ -238,7 +238,7 @@ class Gateway:
         ask, choice, target = exchange.ask, exchange.choice, exchange.target
         assert choice is not None
         assert target is not None
-        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, target.name)
+        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, self.label(target))
         tally.sent(choice.reason, self.clock() - exchange.started)
         if ask.found is not None:
             self.metrics.session_sources.add((ask.found,))
@@ -261,7 +261,7 @@ class Gateway:
         target = charge.target
         self.fleet.first_byte(charge)
         ask = exchange.ask
-        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, target.name)
+        tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, self.label(target))
         tally.first_token(_turn(ask.turn), exchange.first_at - exchange.started)
         if charge.alone and ask.request.tokens is not None:
             exchange.alone = True

@@ -193,6 +193,7 @@ class Sessions:
                 self.symbol_bytes += 0 if dry else len(mother.pages.symbols)
         if not dry:
             self._touch(session, now)
+            self._bound()
         return session
 
     def by_content(
@@ -263,6 +264,10 @@ class Sessions:
             return
         self.symbol_bytes += len(pages.symbols) - len(session.pages.symbols)
         session.pages = pages
+        self._bound()
+
+    def _bound(self) -> None:
+        """Forget the oldest sessions until the symbols of the others are within their bound."""
         while self.symbol_bytes > MOST_SYMBOLS and len(self._sessions) > 1:
             self.dropped += 1
             self.drop(next(iter(self._sessions.values())))

@@ -253,6 +253,7 @@ class Inbound(asyncio.Protocol):
         self._left = length
         self._gathered = bytearray()
         if not chunked and len(rest) >= length:
+            self._count(length)
             incoming.body = rest[:length]
             self.buffer = rest[length:]
             self._dispatch(incoming)
