@@ -308,9 +308,10 @@ class Sessions:
             self.drop(oldest)
 
     def drop(self, session: Session) -> None:
-        """Forget one session."""
-        if self._sessions.pop(session.key, None) is None:
+        """Forget one session; one that was forgotten before takes its successor of the same name not with it."""
+        if self._sessions.get(session.key) is not session:
             return
+        del self._sessions[session.key]
         self.symbol_bytes -= len(session.pages.symbols)
         session.pages = EMPTY
         for end in session.ends + session.asked:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import Config, ModelConfig, Secret, TenantConfig, WorkerConfig
+from gateway.config import Config, ModelConfig, TenantConfig, WorkerConfig
+from gateway.config_reader import Secret
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.scripted import Scripted, Seen, ok
