@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import uvloop
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -113,8 +113,10 @@ def _tick(tick: Callable[[str, int, int], None], policy: str, results: Results, 
 
 def show(console: Console, rows: dict[str, dict[str, Any]]) -> None:
     """The closing table."""
-    table = Table(title=f"{ENGINES} simulated engines, the same agent sessions under each policy", box=SIMPLE)
-    for name in ("policy", "requests", "errors", "hit rate", "TTFT p50", "p99", "imbalance", "moved"):
+    table = Table(
+        title=f"{ENGINES} simulated engines, the same agent sessions under each policy", box=SIMPLE, pad_edge=False
+    )
+    for name in ("policy", "requests", "errors", "hits", "TTFT p50", "p99", "imbalance", "moved"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for policy, row in rows.items():
         table.add_row(

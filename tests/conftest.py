@@ -4,6 +4,11 @@ import os
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long a machine takes to make an example says nothing of what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 REQUIRED = frozenset(name.strip() for name in os.environ.get("WARMROUTE_REQUIRE", "").split(",") if name.strip())
 """Parts whose absence is a failure here: comma separated in the environment's WARMROUTE_REQUIRE."""
