@@ -114,7 +114,10 @@ def _tick(tick: Callable[[str, int, int], None], policy: str, results: Results, 
 def show(console: Console, rows: dict[str, dict[str, Any]]) -> None:
     """The closing table."""
     table = Table(
-        title=f"{ENGINES} simulated engines, the same agent sessions under each policy", box=SIMPLE, pad_edge=False
+        title=f"{ENGINES} simulated engines, the same agent sessions under each policy",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for name in ("policy", "requests", "errors", "hits", "TTFT p50", "p99", "imbalance", "moved"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
