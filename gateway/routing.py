@@ -257,7 +257,10 @@ class Routing:
             most = count - 1
             # Many hold the same shared start: as few conversions as there are depths.
             counts = {pages: min(int(pages * scale), most) for pages in set(depth.values())}
-            holdings = {target: counts[pages] for target, pages in depth.items()}
+            if len(counts) == 1:
+                holdings = dict.fromkeys(depth, counts.popitem()[1])
+            else:
+                holdings = {target: counts[pages] for target, pages in depth.items()}
             for doubted in self._doubting:
                 holdings.pop(doubted, None)
             if session is not None and session.tail_target is not None:

@@ -89,13 +89,11 @@ def _at_once(request: Request, fleet: Fleet, least_homed: float | None) -> list[
         one_turn = 0.0
     else:
         one_turn = turn(rates)
-        bound = placement_bound(rates, tokens)
-        if max(map(_homes, targets)) * one_turn - least_homed <= bound:
-            fixed = prefill - least_homed
-            costs = [target.wait + target.busy * drag + target.homes * one_turn + fixed for target in targets]
-        else:
-            most = bound + least_homed
-            fixed = prefill - least_homed
+        most = placement_bound(rates, tokens) + least_homed
+        fixed = prefill - least_homed
+        costs = [target.wait + target.busy * drag + target.homes * one_turn + fixed for target in targets]
+        # A cost far over the least may hide a promise over its bound; nearly always there is none.
+        if max(costs) - fixed > most:
             costs = [
                 target.wait + target.busy * drag + min(target.homes * one_turn, most) + fixed for target in targets
             ]
