@@ -15,7 +15,7 @@ from load_tests.engine.options import DIALECTS, Dialect
 from load_tests.engine.recorder import Received
 from load_tests.engine.wire import Call, encode
 
-Handler = Callable[[Core, Call], Awaitable[web.StreamResponse]]
+Serve = Callable[[Core, Call], Awaitable[web.StreamResponse]]
 
 MAX_BODY = 256 * 1024 * 1024
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/ping", "/sim/")
@@ -26,7 +26,7 @@ class Route(NamedTuple):
 
     method: str
     path: str
-    handler: Handler
+    serve: Serve
     dialects: tuple[Dialect, ...] = DIALECTS
     infers: bool = False
     parses: bool = True
@@ -44,7 +44,7 @@ def build(core: Core, routes: list[Route]) -> web.Application:
 def _middleware(core: Core) -> Any:
     @web.middleware
     async def serve(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        request: web.Request, serve: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         raw = await request.read()
         if not request.path.startswith("/sim/"):
@@ -52,7 +52,7 @@ def _middleware(core: Core) -> Any:
             if not _authorized(core, request):
                 return _json({"error": "Unauthorized"}, 401)
         try:
-            return await handler(request)
+            return await serve(request)
         except ApiError as error:
             core.errors += 1
             return _json(error_body(core.options.dialect, request.path, error), error.status)
@@ -74,7 +74,7 @@ def _endpoint(core: Core, route: Route) -> Callable[[web.Request], Awaitable[web
         call = Call(request, raw, body, fault)
         if fault is not None:
             await _before(call, fault)
-        return await route.handler(core, call)
+        return await route.serve(core, call)
 
     return answer
 
