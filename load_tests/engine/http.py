@@ -44,7 +44,7 @@ def build(core: Core, routes: list[Route]) -> web.Application:
 def _middleware(core: Core) -> Any:
     @web.middleware
     async def serve(
-        request: web.Request, serve: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         raw = await request.read()
         if not request.path.startswith("/sim/"):
@@ -52,7 +52,7 @@ def _middleware(core: Core) -> Any:
             if not _authorized(core, request):
                 return _json({"error": "Unauthorized"}, 401)
         try:
-            return await serve(request)
+            return await handler(request)
         except ApiError as error:
             core.errors += 1
             return _json(error_body(core.options.dialect, request.path, error), error.status)
