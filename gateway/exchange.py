@@ -396,6 +396,15 @@ class Exchange:
     def worker_slow(self) -> None:
         """The worker takes our request slowly: it is bounded and in memory already, nothing to hold back."""
 
+    def _withdraw(self) -> bool:
+        """The attempt under way did not come to anything: give back what it took. False if there is none."""
+        charge, self.charge = self.charge, None
+        if charge is None:
+            return False
+        self.gateway.fleet.release(charge)
+        self.gateway.routing.undo(self.ask, charge.target)
+        return True
+
     # -- failing ----------------------------------------------------------------------------------------------------
 
     def _refused(self) -> None:
@@ -426,10 +435,7 @@ class Exchange:
             return
         # An error answer that broke off is none to pass on.
         refused = self.phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
-        if self.charge is not None:
-            gateway.fleet.release(self.charge)
-            self.charge = None
-        gateway.routing.undo(self.ask, target)
+        self._withdraw()
         self.tried.add(target.id)
         if self.attempts < gateway.attempts and gateway.may_retry(self.ask, self.tried, fault):
             held, fields, status = self.held, self.fields, self.status
@@ -442,10 +448,7 @@ class Exchange:
             except Exception:
                 gateway.defect("choosing another target")
                 self.held, self.fields, self.status = held, fields, status
-                if self.charge is not None and self.target is not None:
-                    gateway.fleet.release(self.charge)
-                    self.charge = None
-                    gateway.routing.undo(self.ask, self.target)
+                self._withdraw()
         if self.bytes_in > gateway.limits_out.error_body:
             # Too much to keep, and part of an answer is no answer.
             refused = False
@@ -489,10 +492,8 @@ class Exchange:
     def _answer_fault(self, fault: Fault) -> None:
         client = self.client
         self._drop_connection()
-        if self.phase < RELAYING and self.charge is not None and self.target is not None:
-            self.gateway.fleet.release(self.charge)
-            self.charge = None
-            self.gateway.routing.undo(self.ask, self.target)
+        if self.phase < RELAYING:
+            self._withdraw()
         if self.early is not None:
             self.early.fail(self.dialect.error_event(fault, self.route))
         else:
@@ -510,9 +511,7 @@ class Exchange:
             return
         self.gateway.metrics.aborts.add((PHASES[self.phase],))
         self._drop_connection()
-        if self.phase < RELAYING and self.target is not None and self.charge is not None:
-            self.gateway.fleet.release(self.charge)
-            self.gateway.routing.undo(self.ask, self.target)
+        if self.phase < RELAYING and self._withdraw():
             self.target = None
         self._end("client_gone")
 

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 def gauges(gateway: Gateway) -> list[Gauge]:
     """Every gauge of ``gateway``; targets and workers are those of the moment of the scrape."""
-    fleet, index = gateway.fleet, gateway.index
-    targets = fleet.targets
+    return _of_targets(gateway) + _of_process(gateway)
+
+
+def _of_targets(gateway: Gateway) -> list[Gauge]:
+    index, targets = gateway.index, gateway.fleet.targets
     return [
         Gauge(
             "warmroute_target_in_flight",
@@ -51,6 +54,18 @@ def gauges(gateway: Gateway) -> list[Gauge]:
             ("target",),
         ),
         Gauge(
+            "warmroute_target_evicted_pages",
+            "Pages of the target's belief forgotten to respect its engine's capacity, since it joined.",
+            lambda: [((t.name,), index.evicted(t.id)) for t in targets.values()],
+            ("target",),
+        ),
+    ]
+
+
+def _of_process(gateway: Gateway) -> list[Gauge]:
+    fleet, index = gateway.fleet, gateway.index
+    return [
+        Gauge(
             "warmroute_worker_state",
             "1 for the state that a worker is in.",
             lambda: [
@@ -59,12 +74,6 @@ def gauges(gateway: Gateway) -> list[Gauge]:
                 for state in State
             ],
             ("worker", "state"),
-        ),
-        Gauge(
-            "warmroute_target_evicted_pages",
-            "Pages of the target's belief forgotten to respect its engine's capacity, since it joined.",
-            lambda: [((t.name,), index.evicted(t.id)) for t in targets.values()],
-            ("target",),
         ),
         Gauge(
             "warmroute_sessions_dropped",

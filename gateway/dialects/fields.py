@@ -163,9 +163,6 @@ def guarded_in(common: Guarded, body: bytes) -> tuple[str, ...]:
     return tuple(present)
 
 
-_MEMBER_END = re.compile(rb"\}\s*\Z")
-
-
 def splice(body: bytes, cut: tuple[str, ...] = (), add: dict[str, bytes] | None = None) -> bytes:
     """``body`` (a JSON object) without the members ``cut`` and with those of ``add`` (name -> JSON) at its end.
 
