@@ -87,8 +87,13 @@ class Probe:
     async def read(self, worker: Worker) -> Facts:
         """What the engine is. Raises `WorkerFault` if it does not answer, `NoConnection` if it could not be asked."""
 
+        seen: dict[str, Answer] = {}
+
         async def ask(path: str) -> Answer:
-            return await self.ask(worker, path)
+            # Every kind judges the same pages: one that changes meanwhile would be two engines at once.
+            if path not in seen:
+                seen[path] = await self.ask(worker, path)
+            return seen[path]
 
         # One that serves is what it was: a page that is not there just now does not make it another kind.
         wanted = worker.spec.engine or (worker.facts.engine if worker.state is State.READY else None)
