@@ -4,6 +4,10 @@ A prompt is cut into fixed pages; the symbol of a page is the 64-bit xxh3 of its
 8 bytes a page and comparing two prompts is one memcmp. A symbol covers its own page only: what stands before it is told
 by its place in the index, not by the hash.
 
+Token ids are chained instead (`chain`): the symbol of a page covers all pages before it, seeded with what separates caches,
+so that it is also the name of a prefix, by which engines' own blocks are found (`kv_index.blocks`). To the radix tree both
+kinds are the same.
+
 The last, partly filled page has no symbol: engines cache whole blocks and a hit never covers the last token.
 """
 
@@ -12,13 +16,19 @@ from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
-from xxhash import xxh3_64_digest, xxh3_128_digest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128_digest
 
 TEXT_PAGE = 256
 """Bytes of text in one page: hashing costs a call a page, and routing needs no finer grain."""
 
-TOKEN_PAGE = 64
-"""Bytes of little-endian u32 token ids in one page: 16 tokens."""
+PAGE_TOKENS = 16
+"""Tokens in one page of token ids."""
+
+TOKEN_PAGE = 4 * PAGE_TOKENS
+"""Bytes of little-endian u32 token ids in one page."""
+
+PREFIX_BITS = (1 << 60) - 1
+"""Chained symbols use 60 bits: such integers are a third smaller in memory, and there are millions."""
 
 SYMBOL = 8
 """Bytes of one symbol."""
@@ -64,6 +74,48 @@ def paginate(prompt: bytes, previous: Pages | None = None, page: int = TEXT_PAGE
         some = view[at : at + LONGEST_CUT * page]
         symbols += b"".join(map(xxh3_64_digest, _cutter(len(some) // page, page)(some)))
     return Pages(symbols, end, xxh3_128_digest(view))
+
+
+def root(*parts: bytes) -> int:
+    """Where the chain of a namespace begins; 0 for no namespace at all."""
+    joined = b"\x00".join(parts)
+    return xxh3_64_intdigest(joined) & PREFIX_BITS if joined.strip(b"\x00") else 0
+
+
+def chain(ids: bytes, start: int = 0, previous: Pages | None = None) -> Pages:
+    """Chained symbols of ``ids`` (little-endian u32 token ids), from ``start`` (see `root`) on.
+
+    Pages that ``previous`` covers are not hashed again; it counts only if it was made of the same ids from the same start.
+    """
+    end = len(ids) // TOKEN_PAGE * TOKEN_PAGE
+    view = memoryview(ids)[:end]
+    at, symbols, seed = 0, b"", start
+    if previous is not None and 0 < previous.covered <= end and previous.covered % TOKEN_PAGE == 0:
+        covered = previous.covered
+        if xxh3_128_digest(view[:covered], start) == previous.digest:
+            if covered == end:
+                return previous
+            at, symbols = covered, previous.symbols
+            seed = int.from_bytes(symbols[-SYMBOL:], "little")
+    values = prefixes(view[at:], seed)
+    return Pages(symbols + Struct(f"<{len(values)}Q").pack(*values), end, xxh3_128_digest(view, start))
+
+
+def prefixes(ids: bytes | memoryview, start: int) -> list[int]:
+    """Chained symbols of whole pages of token ids, as integers, behind a prefix called ``start``."""
+    values = []
+    view = memoryview(ids)
+    for at in range(0, len(view), LONGEST_CUT * TOKEN_PAGE):
+        some = view[at : at + LONGEST_CUT * TOKEN_PAGE]
+        for page in _cutter(len(some) // TOKEN_PAGE, TOKEN_PAGE)(some):
+            start = xxh3_64_intdigest(page, start) & PREFIX_BITS
+            values.append(start)
+    return values
+
+
+def names(symbols: bytes) -> tuple[int, ...]:
+    """Chained symbols as integers."""
+    return Struct(f"<{len(symbols) // SYMBOL}Q").unpack(symbols)
 
 
 LONGEST_CUT = 512

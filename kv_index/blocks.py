@@ -1,0 +1,708 @@
+"""BlockIndex: exact holdings, mirrored from the engines' own KV events.
+
+Engines name their blocks by hashes that differ from process to process, so nothing here is keyed by them. A block is named
+by its *prefix*: the chained symbol (`kv_index.pages.chain`) of the page of 16 tokens at which it ends. It covers everything
+before it, so one name says "these tokens, from the start", whatever the size of the blocks that it was stored in: a prompt
+is hashed once for all engines.
+
+    per target:   engine hash -> prefix          to follow removals, and children stored behind a parent
+    for all:      prefix -> bits of the holders  to match
+
+Holes are kept. An engine may evict a block while what follows it stays; the target's prompt then ends before the hole, and
+all of it is there again when the block returns. Whoever has no hole holds a prompt up to some depth and nothing behind it, so
+that depth is found by bisection; the others are followed block by block. Links (prefix -> what was stored behind it) tell
+whether a removal makes a hole.
+
+Blocks smaller than a page (SGLang's default is one token) are mapped where they end a page; where runs of them end, and
+where an engine splits one, may be inside a page, which `kv_index.slab` remembers. A hybrid model has several groups of
+caches, and a prompt is reusable only as far as every group allows (`Kind`).
+
+Forgetting a target costs nothing at once: its bit is retired, and `sweep` takes it out of the maps in small portions.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from math import lcm
+from struct import Struct, error as StructError
+from typing import NamedTuple
+
+from kv_index.pages import PAGE_TOKENS, PREFIX_BITS, names, prefixes
+from kv_index.slab import SLOT_BYTES, Slab
+
+ENTRY_BYTES = 104
+"""One block of one target: the engine's hash, the prefix, and the entry that joins them."""
+PREFIX_BYTES = 80
+"""One prefix: who holds it, and its link."""
+PRUNE = 64
+"""Links behind one prefix after which those that lead nowhere are taken out."""
+MEMBERS = 4096
+"""Sets of holders whose lists are kept."""
+
+
+class Tier(IntEnum):
+    """Where a block lies; from below the device it must be restored before it is used."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    SHARED = 3
+
+
+TIERS = len(Tier)
+
+
+class Kind(IntEnum):
+    """What a cache group needs for a prompt to be reusable up to some token."""
+
+    FULL = 0
+    """Every block before it."""
+    STATE = 1
+    """The recurrent state at exactly that token."""
+    WINDOW = 2
+    """The blocks of the last ``window`` tokens before it."""
+
+
+class Held(NamedTuple):
+    """What targets hold of one prompt."""
+
+    tokens: dict[int, int]
+    """target -> leading tokens that it can reuse, from any tier; who holds none is absent."""
+    restored: dict[int, tuple[int, int, int]]
+    """target -> how many of them must be restored from host, disk and shared store, where that is any."""
+
+
+class Group:
+    """One cache group of one target. Of kind `Kind.FULL` it has a bit of its own among the holders."""
+
+    __slots__ = (
+        "bit",
+        "copies",
+        "deep",
+        "gone",
+        "holes",
+        "kind",
+        "own",
+        "size",
+        "slab",
+        "stride",
+        "there",
+        "twins",
+        "window",
+    )
+
+    def __init__(self, kind: Kind, size: int, window: int, bit: int) -> None:
+        self.kind = kind
+        self.size = size
+        """Tokens in one block."""
+        self.window = window
+        self.bit = bit
+        unit = lcm(size, PAGE_TOKENS)
+        self.stride = unit // PAGE_TOKENS
+        """Pages from one prefix that can be named to the next."""
+        self.own: tuple[dict[int, int], ...] = tuple({} for _ in range(TIERS))
+        """Tier -> engine hash -> prefix."""
+        self.copies: dict[tuple[int, int], int] = {}
+        """(tier, engine hash) -> copies beyond the first: each is removed by itself."""
+        self.twins: dict[tuple[int, int], int] = {}
+        """(tier, prefix) -> further engine hashes of the same tokens."""
+        self.holes: set[int] = set()
+        """Prefixes that went while something behind them stayed; some may be closed again."""
+        self.deep = False
+        """Whether anything ever lay below the device."""
+        self.gone = False
+        """Its target dropped it; what is left of it waits for `BlockIndex.sweep`."""
+        self.there: dict[int, int] = {}
+        """Of other kinds than full: prefix -> how many of its blocks are held, on any tier."""
+        self.slab: Slab | None = Slab(size, unit) if unit != size and kind is Kind.FULL else None
+
+    def name(self, hash: int) -> int | None:
+        """The prefix of the block that the engine calls ``hash``."""
+        for own in self.own:
+            found = own.get(hash)
+            if found is not None:
+                return found
+        return None
+
+
+class _Target:
+    __slots__ = ("full", "groups", "id", "others", "size")
+
+    def __init__(self, id: int, size: int | None) -> None:
+        self.id = id
+        self.size = size
+        self.groups: dict[int, Group] = {}
+        self.full: list[Group] = []
+        self.others: list[Group] = []
+
+    @property
+    def plain(self) -> bool:
+        """Whether bisection tells all of it."""
+        if self.others or len(self.full) != 1:
+            return False
+        group = self.full[0]
+        return not group.holes and not group.deep and group.slab is None
+
+
+class BlockIndex:
+    """See the module's head. Targets are small integers; of hashes the low 60 bits count, signed or not."""
+
+    def __init__(self, max_bytes: int = 512 * 1024 * 1024) -> None:
+        if max_bytes <= 0:
+            raise ValueError("max_bytes must be positive")
+        self.max_bytes = max_bytes
+        self.entries = 0
+        """Blocks of all targets, on all tiers and in all groups, and those not swept out yet."""
+        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in range(TIERS))
+        """Tier -> prefix -> bits of those who hold it."""
+        self._links: dict[int, int | set[int]] = {}
+        """Prefix -> the prefixes that were stored behind it."""
+        self._targets: dict[int, _Target] = {}
+        self._places: list[int | None] = []
+        """Number of a bit -> its target."""
+        self._shared: dict[int, int] = {}
+        """Sets of holders, each once: equal integers are one object."""
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._plain: dict[int, int] | None = None
+        """Stride -> bits of the plain targets; ``None`` when that must be found anew."""
+        self._special: list[_Target] = []
+        self._retired: list[Group] = []
+        self._slots = 0
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def footprint(self) -> int:
+        """Estimated size."""
+        return self.entries * ENTRY_BYTES + sum(map(len, self._holders)) * PREFIX_BYTES + self._slots * SLOT_BYTES
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more can be stored."""
+        return self.footprint > self.max_bytes
+
+    def __contains__(self, target: int) -> bool:
+        return target in self._targets
+
+    def blocks(self, target: int, tier: Tier = Tier.DEVICE) -> int:
+        """Blocks of its first full group that ``target`` holds on ``tier``; pages, where its blocks are smaller."""
+        state = self._targets.get(target)
+        return len(state.full[0].own[tier]) if state is not None and state.full else 0
+
+    def tokens(self, target: int, tier: Tier = Tier.DEVICE) -> int:
+        """Tokens in those."""
+        state = self._targets.get(target)
+        if state is None or not state.full:
+            return 0
+        group = state.full[0]
+        return len(group.own[tier]) * (group.size if group.slab is None else group.stride * PAGE_TOKENS)
+
+    def block_size(self, target: int) -> int | None:
+        """Tokens in one block of its first full group; ``None`` while that is not known."""
+        state = self._targets.get(target)
+        if state is None:
+            return None
+        return state.full[0].size if state.full else state.size
+
+    def match(self, symbols: bytes, ids: bytes = b"", start: int = 0) -> Held:
+        """Who can reuse how much of the prompt with these chained symbols. Changes nothing.
+
+        ``ids`` and ``start``: its token ids and the start of its chain, by which targets with blocks smaller than a page are
+        matched to the block; without them to the page.
+        """
+        tokens: dict[int, int] = {}
+        restored: dict[int, tuple[int, int, int]] = {}
+        chain = names(symbols)
+        if self._plain is None:
+            self._sort()
+        if chain and self._plain:
+            for stride, bits in self._plain.items():
+                steps = chain if stride == 1 else chain[stride - 1 :: stride]
+                if steps:
+                    self._bisect(steps, bits, stride * PAGE_TOKENS, tokens)
+        for state in self._special:
+            depth = self._follow(state, chain, ids, start, restored)
+            if depth:
+                tokens[state.id] = depth
+        return Held(tokens, restored)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def add(self, target: int, size: int | None = None) -> None:
+        """Expect events of ``target``, whose full blocks have ``size`` tokens (``None``: as the first event says)."""
+        if target not in self._targets:
+            self._targets[target] = _Target(target, size)
+
+    def store(
+        self,
+        target: int,
+        hashes: Sequence[int],
+        parent: int | None,
+        tokens: Sequence[int],
+        size: int,
+        *,
+        tier: Tier = Tier.DEVICE,
+        group: int = 0,
+        kind: Kind = Kind.FULL,
+        window: int = 0,
+        start: int = 0,
+    ) -> bool:
+        """``target`` stored blocks of ``size`` tokens behind ``parent`` (an engine hash, or ``None`` at the start).
+
+        Where there are fewer hashes than blocks in ``tokens``, they are those of the last ones. ``start`` is where the chain
+        of its namespace begins. False: they cannot be placed, for the parent is not known, there is no room, or their tokens
+        are not told and the blocks lie nowhere else. Raises `ValueError` for what cannot be a block.
+        """
+        state = self._targets.get(target)
+        if state is None:
+            state = self._targets[target] = _Target(target, None)
+        hashes = [hash & PREFIX_BITS for hash in hashes]
+        if not tokens:
+            return self._copy(state, hashes, tier, group)
+        if size <= 0 or len(tokens) // size < len(hashes):
+            raise ValueError(f"{len(hashes)} blocks of {size} tokens in {len(tokens)} tokens")
+        if self.full:
+            return False
+        into = state.groups.get(group) or self._group(state, group, kind, size, window)
+        if into is None or size < into.size:
+            # The last, short page of a sequence: never reused.
+            return True
+        if size > into.size:
+            into = self._regroup(state, group, kind, size, window)
+        try:
+            ids = Struct(f"<{len(tokens)}I").pack(*tokens)
+        except StructError:
+            raise ValueError("token ids must be integers from 0 to 2**32 - 1") from None
+        parent = None if parent is None else parent & PREFIX_BITS
+        if into.slab is not None:
+            return self._store_fine(into, hashes, parent, ids, tier, start)
+        before = start if parent is None else self._find(state, into, parent)
+        if before is None:
+            return self._copy(state, hashes, tier, group)
+        if into.stride * PAGE_TOKENS != size:
+            return True
+        found = prefixes(ids[: len(ids) // (4 * size) * 4 * size], before)
+        if into.stride > 1:
+            found = found[into.stride - 1 :: into.stride]
+        if len(found) > len(hashes):
+            if not hashes:
+                return True
+            before = found[-len(hashes) - 1]
+            found = found[-len(hashes) :]
+        self.apply(into, hashes, found, before, tier)
+        return True
+
+    def apply(
+        self, group: Group, hashes: Sequence[int], found: Sequence[int], before: int, tier: Tier = Tier.DEVICE
+    ) -> None:
+        """Blocks that ``group`` stored one behind the other, by engine hash (60 bits) and by prefix; ``before``: the prefix
+        in front of the first."""
+        own = group.own[tier]
+        if tier and not group.deep:
+            group.deep = True
+            self._plain = None
+        if not own.keys().isdisjoint(hashes):
+            self._apply_each(group, hashes, found, before, tier)
+            return
+        had = len(own)
+        own.update(zip(hashes, found, strict=True))
+        self.entries += len(own) - had
+        if group.kind is not Kind.FULL:
+            for name in found:
+                group.there[name] = group.there.get(name, 0) + 1
+            return
+        holders, bit = self._holders[tier], group.bit
+        if holders.keys().isdisjoint(found):
+            # New to all: nothing but C's own loops.
+            holders.update(dict.fromkeys(found, bit))
+            self._links.update(itertools.pairwise(found))
+            self._link(before, found[0])
+        else:
+            for name in found:
+                held = holders.get(name, 0)
+                if held & bit:
+                    group.twins[tier, name] = group.twins.get((tier, name), 0) + 1
+                elif held:
+                    held |= bit
+                    holders[name] = self._shared.setdefault(held, held)
+                else:
+                    holders[name] = bit
+                self._link(before, name)
+                before = name
+        if group.holes:
+            self._close(group, found)
+
+    def remove(self, target: int, hashes: Iterable[int], tier: Tier = Tier.DEVICE, group: int = 0) -> None:
+        """``target`` dropped these blocks from ``tier``; those that are not known are passed over."""
+        state = self._targets.get(target)
+        at = state.groups.get(group) if state is not None else None
+        if at is None:
+            return
+        own, copies, slab = at.own[tier], at.copies, at.slab
+        for each in hashes:
+            hash = each & PREFIX_BITS
+            if copies and (more := copies.get((tier, hash))):
+                if more == 1:
+                    del copies[tier, hash]
+                else:
+                    copies[tier, hash] = more - 1
+                continue
+            name = own.pop(hash, None)
+            if slab is not None and not tier:
+                slab.drop(hash)
+            if name is None:
+                continue
+            self.entries -= 1
+            if at.kind is not Kind.FULL:
+                at.there[name] -= 1
+                if not at.there[name]:
+                    del at.there[name]
+            elif at.twins and (more := at.twins.pop((tier, name), 0)):
+                if more > 1:
+                    at.twins[tier, name] = more - 1
+            else:
+                self._let_go(at, name, tier)
+
+    def forget(self, target: int, symbols: bytes, keep: int) -> None:
+        """``target`` turned out to hold at most ``keep`` tokens of the prompt with these chained symbols."""
+        state = self._targets.get(target)
+        if state is None:
+            return
+        for name in names(symbols)[keep // PAGE_TOKENS :]:
+            for group in state.full:
+                for tier in Tier:
+                    if self._holders[tier].get(name, 0) & group.bit:
+                        self._let_go(group, name, tier)
+
+    def clear(self, target: int) -> None:
+        """``target`` holds nothing any more."""
+        state = self._targets.get(target)
+        if state is None:
+            return
+        size = self.block_size(target)
+        self.drop(target)
+        self._targets[target] = _Target(target, size)
+
+    def drop(self, target: int) -> None:
+        """``target`` is gone."""
+        state = self._targets.pop(target, None)
+        if state is None:
+            return
+        for group in state.groups.values():
+            self._retire(group)
+        self._plain = None
+
+    def sweep(self, most: int = 2000) -> bool:
+        """Take out up to ``most`` blocks of those that are gone; false when there are none left."""
+        while self._retired and most > 0:
+            group = self._retired[-1]
+            for tier in Tier:
+                own = group.own[tier]
+                while own and most > 0:
+                    _, name = own.popitem()
+                    self.entries -= 1
+                    most -= 1
+                    if self._holders[tier].get(name, 0) & group.bit:
+                        self._let_go(group, name, tier)
+            if not any(group.own):
+                self._retired.pop()
+                self._places[group.bit.bit_length() - 1] = None
+        return bool(self._retired)
+
+    # -- groups and their bits --------------------------------------------------------------------------------------
+
+    def _group(self, state: _Target, group: int, kind: Kind, size: int, window: int) -> Group | None:
+        """A new group of ``state``; ``None`` where the first thing heard of it is a block that is too short."""
+        if kind is Kind.FULL and state.size is not None and size < state.size and not state.full:
+            return None
+        bit = 0
+        if kind is Kind.FULL:
+            at = self._places.index(None) if None in self._places else len(self._places)
+            if at == len(self._places):
+                self._places.append(None)
+            self._places[at] = state.id
+            bit = 1 << at
+        made = state.groups[group] = Group(kind, size, window, bit)
+        (state.full if kind is Kind.FULL else state.others).append(made)
+        self._plain = None
+        return made
+
+    def _regroup(self, state: _Target, group: int, kind: Kind, size: int, window: int) -> Group:
+        """The blocks heard of so far were short ones: the group's are larger."""
+        old = state.groups.pop(group)
+        (state.full if old.kind is Kind.FULL else state.others).remove(old)
+        self._retire(old)
+        state.size = None
+        made = self._group(state, group, kind, size, window)
+        assert made is not None
+        return made
+
+    def _retire(self, group: Group) -> None:
+        group.gone = True
+        if group.slab is not None:
+            self._slots -= len(group.slab)
+        if group.kind is Kind.FULL:
+            self._retired.append(group)
+        else:
+            self.entries -= sum(map(len, group.own))
+
+    def _sort(self) -> None:
+        plain: dict[int, int] = {}
+        self._special = []
+        for state in self._targets.values():
+            if state.plain:
+                group = state.full[0]
+                plain[group.stride] = plain.get(group.stride, 0) | group.bit
+            elif state.full:
+                self._special.append(state)
+        self._members.clear()
+        self._plain = plain
+
+    def _of(self, bits: int) -> tuple[int, ...]:
+        """The targets that bits stand for."""
+        found = self._members.get(bits)
+        if found is None:
+            if len(self._members) >= MEMBERS:
+                self._members.clear()
+            found = tuple([t for at, t in enumerate(self._places) if bits >> at & 1 and t is not None])
+            self._members[bits] = found
+        return found
+
+    # -- placing ----------------------------------------------------------------------------------------------------
+
+    def _find(self, state: _Target, group: Group, hash: int) -> int | None:
+        """The prefix of the block that the engine calls ``hash``, in any group: a block has one hash in all of them."""
+        found = group.name(hash)
+        if found is None:
+            for other in state.groups.values():
+                if other is not group and other.slab is None and (found := other.name(hash)) is not None:
+                    break
+        return found
+
+    def _copy(self, state: _Target, hashes: Sequence[int], tier: Tier, group: int) -> bool:
+        """Blocks that are told by hash alone: they are placed where they are known from another tier or group."""
+        into = state.groups.get(group)
+        if into is None or into.kind is not Kind.FULL:
+            return False
+        placed = bool(hashes)
+        for hash in hashes:
+            name = self._find(state, into, hash)
+            if name is None:
+                placed = False
+            elif hash not in into.own[tier]:
+                self.apply(into, [hash], [name], name, tier)
+        return placed
+
+    def _store_fine(
+        self, group: Group, hashes: Sequence[int], parent: int | None, ids: bytes, tier: Tier, start: int
+    ) -> bool:
+        slab = group.slab
+        assert slab is not None
+        place = (start, b"") if parent is None else slab.place(parent)
+        size = 4 * group.size
+        blocks = len(ids) // size
+        if place is None or len(hashes) < blocks:
+            return False
+        before, rest = place
+        had = len(slab)
+        pages: list[tuple[int, int]] = []
+        first = before
+        run = rest + ids[: blocks * size]
+        done = len(rest) // size
+        """Blocks of the first page that an earlier run stored."""
+        per = slab.per
+        for at in range(0, len(run), slab.unit):
+            page = run[at : at + slab.unit]
+            count = len(page) // size
+            low = max(0, at // size - done)
+            own = hashes[low : at // size - done + count]
+            name = prefixes(page, before)[-1] if count == per else 0
+            if not tier:
+                slab.put(before, page, own, count, name)
+            if name:
+                pages.append((own[-1], name))
+                before = name
+        self._slots += len(slab) - had
+        if pages:
+            self.apply(group, [hash for hash, _ in pages], [name for _, name in pages], first, tier)
+        return True
+
+    def _apply_each(self, group: Group, hashes: Sequence[int], found: Sequence[int], before: int, tier: Tier) -> None:
+        """`apply` where some are known already: each is one more copy, which is removed by itself."""
+        own, holders = group.own[tier], self._holders[tier]
+        for hash, name in zip(hashes, found, strict=True):
+            if hash not in own:
+                self.apply(group, [hash], [name], before, tier)
+            else:
+                group.copies[tier, hash] = group.copies.get((tier, hash), 0) + 1
+                if group.kind is Kind.FULL and not holders.get(name, 0) & group.bit:
+                    # It was forgotten on a report, and is there after all.
+                    held = holders.get(name, 0) | group.bit
+                    holders[name] = self._shared.setdefault(held, held)
+                    self._close(group, [name])
+            before = name
+
+    # -- holes ------------------------------------------------------------------------------------------------------
+
+    def _link(self, before: int, name: int) -> None:
+        links = self._links
+        known = links.get(before)
+        if known is None:
+            links[before] = name
+        elif isinstance(known, set):
+            known.add(name)
+            if len(known) >= PRUNE and not len(known) & (len(known) - 1):
+                links[before] = {each for each in known if self._held(each)} or {name}
+        elif known != name:
+            links[before] = {known, name}
+
+    def _held(self, name: int) -> bool:
+        return any(name in holders for holders in self._holders)
+
+    def _behind(self, name: int) -> Iterable[int]:
+        known = self._links.get(name)
+        return () if known is None else known if isinstance(known, set) else (known,)
+
+    def _let_go(self, group: Group, name: int, tier: Tier) -> None:
+        """``group`` does not hold ``name`` on ``tier`` any more."""
+        holders, bit = self._holders[tier], group.bit
+        held = holders.get(name, 0) & ~bit
+        if held:
+            holders[name] = self._shared.setdefault(held, held)
+        else:
+            holders.pop(name, None)
+            if not self._held(name) and not any(self._held(each) for each in self._behind(name)):
+                self._links.pop(name, None)
+        if not tier and not group.gone and any(holders.get(each, 0) & bit for each in self._behind(name)):
+            if not group.holes:
+                self._plain = None
+            group.holes.add(name)
+            if len(group.holes) >= PRUNE and not len(group.holes) & (len(group.holes) - 1):
+                self._recount(group)
+        if len(self._shared) > MEMBERS:
+            self._shared.clear()
+
+    def _recount(self, group: Group) -> None:
+        """Forget holes that nothing lies behind any more."""
+        holders, bit = self._holders[0], group.bit
+        group.holes = {name for name in group.holes if any(holders.get(each, 0) & bit for each in self._behind(name))}
+
+    def _close(self, group: Group, found: Iterable[int]) -> None:
+        group.holes.difference_update(found)
+        if not group.holes:
+            self._plain = None
+
+    # -- matching ---------------------------------------------------------------------------------------------------
+
+    def _bisect(self, steps: Sequence[int], bits: int, tokens: int, found: dict[int, int]) -> None:
+        """The depths of holders without holes, each step ``tokens`` long."""
+        get = self._holders[0].get
+        bits &= get(steps[0], 0)
+        if not bits:
+            return
+        open_ = [(bits, 1, len(steps))]
+        while open_:
+            # All of ``bits`` hold ``low`` steps, none more than ``high``.
+            bits, low, high = open_.pop()
+            while low < high:
+                middle = (low + high + 1) >> 1
+                holding = get(steps[middle - 1], 0) & bits
+                if holding == bits:
+                    low = middle
+                else:
+                    if holding:
+                        open_.append((holding, middle, high))
+                        bits ^= holding
+                    high = middle - 1
+            found.update(dict.fromkeys(self._of(bits), low * tokens))
+
+    def _follow(
+        self,
+        state: _Target,
+        chain: Sequence[int],
+        ids: bytes,
+        start: int,
+        restored: dict[int, tuple[int, int, int]],
+    ) -> int:
+        """How much of a prompt one target can reuse: tokens, block by block."""
+        depth = min([self._closed(group, chain) for group in state.full])
+        group = state.full[0]
+        if group.slab is not None and ids:
+            pages = depth // PAGE_TOKENS
+            before = chain[pages - 1] if pages else start
+            depth += group.slab.beyond(before, ids[4 * depth : 4 * depth + group.slab.unit])
+        if state.others:
+            depth = _resumable(state.others, chain, depth)
+        if depth and group.deep:
+            low = [0] * TIERS
+            step = group.stride * PAGE_TOKENS
+            for at in range(group.stride - 1, depth // PAGE_TOKENS, group.stride):
+                tier = next(tier for tier in Tier if self._holders[tier].get(chain[at], 0) & group.bit)
+                low[tier] += step
+            if any(low[1:]):
+                restored[state.id] = (low[1], low[2], low[3])
+        return depth
+
+    def _closed(self, group: Group, chain: Sequence[int]) -> int:
+        """Tokens up to the group's first hole, over all tiers."""
+        bit, tiers = group.bit, self._holders[:1] if not group.deep else self._holders
+        step, depth = group.stride * PAGE_TOKENS, 0
+        for at in range(group.stride - 1, len(chain), group.stride):
+            name = chain[at]
+            if not any(holders.get(name, 0) & bit for holders in tiers):
+                break
+            depth += step
+        return depth
+
+    # -- the invariants ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `AssertionError` if the maps disagree with each other. Costs everything that is held."""
+        entries = 0
+        bits = [0 for _ in range(TIERS)]
+        wanted: list[dict[int, int]] = [{} for _ in range(TIERS)]
+        for group in self._all_groups():
+            for tier in Tier:
+                entries += len(group.own[tier])
+                if group.kind is Kind.FULL:
+                    bits[tier] |= group.bit
+                    for name in group.own[tier].values():
+                        wanted[tier][name] = wanted[tier].get(name, 0) | group.bit
+        assert entries == self.entries, f"{entries} blocks, {self.entries} counted"
+        for tier in Tier:
+            for name, held in self._holders[tier].items():
+                assert held, "a prefix that nobody holds is kept"
+                assert held & ~wanted[tier].get(name, 0) == 0, "somebody is said to hold what it never stored"
+        for state in self._targets.values():
+            for group in state.full:
+                assert self._places[group.bit.bit_length() - 1] == state.id, "a bit stands for another target"
+                for name, held in self._holders[0].items():
+                    if held & group.bit:
+                        continue
+                    behind = [each for each in self._behind(name) if self._holders[0].get(each, 0) & group.bit]
+                    assert not behind or name in group.holes, "a hole is not known"
+
+    def _all_groups(self) -> Iterator[Group]:
+        yield from self._retired
+        for state in self._targets.values():
+            yield from state.groups.values()
+
+
+def _resumable(groups: Sequence[Group], chain: Sequence[int], depth: int) -> int:
+    """The last token up to ``depth`` at which every one of ``groups`` lets a prompt be resumed."""
+    step = lcm(*[group.stride for group in groups])
+    for pages in range(depth // PAGE_TOKENS // step * step, 0, -step):
+        if all(_allows(group, chain, pages) for group in groups):
+            return pages * PAGE_TOKENS
+    return 0
+
+
+def _allows(group: Group, chain: Sequence[int], pages: int) -> bool:
+    if group.kind is Kind.STATE:
+        return chain[pages - 1] in group.there
+    first = pages * PAGE_TOKENS - group.window + 1
+    while pages > 0 and pages * PAGE_TOKENS > first:
+        if chain[pages - 1] not in group.there:
+            return False
+        pages -= group.stride
+    return True
