@@ -10,7 +10,7 @@ import sys
 import uvloop
 
 from load_tests.engine import Engine, EngineOptions
-from load_tests.engine.options import DIALECTS, ROLES, OptionError
+from load_tests.engine.options import DIALECTS, EVENT_FORMATS, EVENT_HASHES, ROLES, OptionError
 from load_tests.engine.physics import Rates
 
 
@@ -38,12 +38,30 @@ def parser() -> argparse.ArgumentParser:
     add("--no-prefix-cache", action="store_true")
     add("--no-metrics", action="store_true")
     add("--seed", type=int, default=0, help="engines with one seed answer a prompt alike")
+    _event_flags(arguments)
     rates = Rates()
     add("--step-seconds", type=float, default=rates.base, metavar="S", help="one step, before what is in it")
     add("--token-seconds", type=float, default=rates.token, metavar="S", help="one uncached prompt token")
     add("--decode-seconds", type=float, default=rates.decode, metavar="S", help="one sequence's decode in a step")
     add("--attention-seconds", type=float, default=rates.attention, metavar="S", help="one query-key pair")
     return arguments
+
+
+def _port(text: str) -> int | None:
+    """``any`` is a free port, 0 none."""
+    return 0 if text == "any" else int(text) or None
+
+
+def _event_flags(arguments: argparse.ArgumentParser) -> None:
+    add = arguments.add_argument
+    add("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks behind the port")
+    add("--events", type=_port, default=None, metavar="PORT", help="publish KV events on PORT + rank; any: a free one")
+    add("--events-replay", type=_port, default=0, metavar="PORT", help="replay them on PORT + rank; any: a free one")
+    add("--events-buffer", type=int, default=10_000, metavar="N", help="batches that can be replayed")
+    add("--events-topic", default="", metavar="TEXT", help="first frame of every batch")
+    add("--event-format", choices=EVENT_FORMATS, default="map", help="positional: as older vLLM builds")
+    add("--event-hashes", choices=EVENT_HASHES, default="int", help="bytes: whole digests")
+    add("--hash-seed", type=int, default=0, metavar="N", help="two seeds give one block two hashes")
 
 
 def options_from(arguments: argparse.Namespace) -> EngineOptions:
@@ -68,6 +86,15 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         metrics=not arguments.no_metrics,
         seed=arguments.seed,
         keep_alive=arguments.keep_alive,
+        ranks=arguments.ranks,
+        events=arguments.events is not None,
+        events_port=arguments.events,
+        events_replay=False if arguments.events_replay is None else arguments.events_replay,
+        buffer_steps=arguments.events_buffer,
+        topic=arguments.events_topic,
+        event_format=arguments.event_format,
+        event_hashes=arguments.event_hashes,
+        hash_seed=arguments.hash_seed,
         rates=Rates(
             arguments.step_seconds, arguments.token_seconds, arguments.decode_seconds, arguments.attention_seconds
         ),
@@ -78,6 +105,10 @@ async def serve(options: EngineOptions) -> None:
     """Run until SIGINT or SIGTERM, then stop gracefully; a second signal kills."""
     engine = await Engine.start(options)
     print(f"listening on {engine.url}", flush=True)
+    if engine.events_endpoints:
+        print(f"events on {' '.join(engine.events_endpoints)}", flush=True)
+    if engine.replay_endpoints:
+        print(f"replay on {' '.join(engine.replay_endpoints)}", flush=True)
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)

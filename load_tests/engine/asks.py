@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from load_tests.engine.errors import ApiError
 from load_tests.engine.options import EngineOptions
 from load_tests.engine.replies import Wanted
 from load_tests.engine.template import JSON
+
+
+class Traits(NamedTuple):
+    """What a request says besides its prompt and reply. ``rank`` None leaves the choice to the engine."""
+
+    namespace: str = ""
+    session: str = ""
+    report_all: bool = False
+    rank: int | None = None
+
+
+def traits_of(options: EngineOptions, headers: Mapping[str, str], body: JSON, namespace: str) -> Traits:
+    """Session, event reporting and rank, from where each dialect reads them."""
+    xargs = body.get("vllm_xargs") if options.dialect == "vllm" else None
+    xargs = xargs if isinstance(xargs, dict) else {}
+    named = [body.get("session_id")]
+    if options.dialect == "vllm":
+        named += [headers.get("X-Session-ID"), xargs.get("session_id")]
+    session = next((name for name in named if isinstance(name, str) and name), "")
+    return Traits(namespace, session, xargs.get("kv_cache_report_mode") == "full", rank_of(options, headers, body))
+
+
+def rank_of(options: EngineOptions, headers: Mapping[str, str], body: JSON) -> int | None:
+    """The data-parallel rank asked for. A header that is no number is nothing to vLLM and an error to SGLang."""
+    if options.dialect not in ("vllm", "sglang"):
+        return None
+    text = headers.get("X-Data-Parallel-Rank")
+    if text is not None:
+        try:
+            return int(text)
+        except ValueError:
+            if options.dialect == "sglang":
+                raise ApiError(400, f"X-Data-Parallel-Rank must be an integer, got {text!r}") from None
+    if options.dialect == "vllm":
+        return None
+    for key in ("routed_dp_rank", "data_parallel_rank"):
+        if body.get(key) is not None:
+            return integer(body, key, 0)
+    return None
 
 
 def integer(body: JSON, key: str, least: int) -> int | None:

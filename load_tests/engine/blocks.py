@@ -9,26 +9,23 @@ start. A hit ends at ``(n - 1) // block_size * block_size``: the last token must
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 
 from load_tests.engine.cache import Holding, KVCache
-
-
-def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """16 bytes that name the prefix ending with this block; ``parent`` is b"" plus the namespace at the root."""
-    return blake2b(parent + array("Q", tokens).tobytes(), digest_size=16).digest()
+from load_tests.engine.hashes import Chain, quick_chain
 
 
 class BlockCache(KVCache):
     """Full blocks only. One digest may live in several blocks: two equal prompts can compute the same block at once."""
 
-    def __init__(self, num_blocks: int, block_size: int = 16, *, reuse: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, *, reuse: bool = True, chain: Chain = quick_chain
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.reuse = reuse
+        self._chain = chain
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
         self._copies: dict[bytes, list[int]] = {}
@@ -66,6 +63,8 @@ class BlockCache(KVCache):
                 del self._free[block]
             self._refs[block] += 1
         holding.blocks, holding.published, holding.open = shared, len(shared), True
+        if holding.report_all and shared:
+            self._tell(holding, tokens, 0, len(shared))
         return self.grow(holding, tokens, upto)
 
     def grow(self, holding: Holding, tokens: Sequence[int], upto: int) -> bool:
@@ -96,6 +95,8 @@ class BlockCache(KVCache):
             return False
         self._copies.clear()
         self._digest = [None] * self.num_blocks
+        if self.journal is not None:
+            self.journal.cleared()
         return True
 
     def recount(self, holdings: Iterable[Holding]) -> int:
@@ -107,8 +108,8 @@ class BlockCache(KVCache):
     def _hash_upto(self, holding: Holding, tokens: Sequence[int], blocks: int) -> None:
         size, digests = self.block_size, holding.digests
         for index in range(len(digests), blocks):
-            parent = digests[-1] if digests else holding.namespace.encode()
-            digests.append(block_digest(parent, tokens[index * size : (index + 1) * size]))
+            parent = digests[-1] if digests else b""
+            digests.append(self._chain(parent, tokens[index * size : (index + 1) * size], holding.namespace))
 
     def _publish(self, holding: Holding, tokens: Sequence[int], full: int) -> None:
         self._hash_upto(holding, tokens, full)
@@ -116,7 +117,15 @@ class BlockCache(KVCache):
             block, digest = holding.blocks[index], holding.digests[index]
             self._digest[block] = digest
             self._copies.setdefault(digest, []).append(block)
+        self._tell(holding, tokens, holding.published, full)
         holding.published = full
+
+    def _tell(self, holding: Holding, tokens: Sequence[int], start: int, end: int) -> None:
+        """Blocks ``start:end`` of a sequence are stored."""
+        if self.journal is not None:
+            size, digests = self.block_size, holding.digests
+            parent = digests[start - 1] if start else None
+            self.journal.stored(holding, digests[start:end], parent, tokens[start * size : end * size], start * size)
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
@@ -128,5 +137,7 @@ class BlockCache(KVCache):
                 del self._copies[digest]
             self._digest[block] = None
             self.evicted_blocks += 1
+            if self.journal is not None:
+                self.journal.removed([digest])
         self._refs[block] = 1
         return block

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from load_tests.engine.journal import Journal
 
 
 class Holding:
-    """What one sequence holds: created once, opened when admitted, closed when finished, aborted or preempted."""
+    """What one sequence holds: created once, opened when admitted, closed when finished, aborted or preempted.
 
-    __slots__ = ("blocks", "digests", "namespace", "node", "open", "published")
+    session labels the KV events that it causes; report_all: blocks it finds are told again, as if it stored them.
+    """
 
-    def __init__(self, namespace: str = "") -> None:
+    __slots__ = ("blocks", "digests", "namespace", "node", "open", "published", "report_all", "session")
+
+    def __init__(self, namespace: str = "", session: str = "", report_all: bool = False) -> None:
         self.namespace = namespace
+        self.session = session
+        self.report_all = report_all
         self.open = False
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
@@ -35,6 +43,8 @@ class KVCache(ABC):
     block_size: int
     num_blocks: int
     evicted_blocks: int = 0
+    # Where blocks that come and go are told of; None where nobody listens.
+    journal: Journal | None = None
 
     @abstractmethod
     def match(self, holding: Holding, tokens: Sequence[int]) -> int:

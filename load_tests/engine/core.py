@@ -1,4 +1,4 @@
-"""One engine without its sockets: cache, scheduler, sessions, stored responses, faults and accounting."""
+"""One engine without its sockets: ranks, sessions, stored responses, faults and accounting."""
 
 from __future__ import annotations
 
@@ -7,83 +7,113 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from load_tests.engine.blocks import BlockCache
-from load_tests.engine.cache import KVCache
-from load_tests.engine.driver import Driver, Job
-from load_tests.engine.errors import queue_full
+from load_tests.engine.asks import Traits
+from load_tests.engine.driver import Job
+from load_tests.engine.errors import ApiError, queue_full
 from load_tests.engine.faults import Faults
-from load_tests.engine.metrics import Measures
 from load_tests.engine.options import EngineOptions
-from load_tests.engine.radix import RadixCache
+from load_tests.engine.publisher import EventBus, Events, Publisher
+from load_tests.engine.rank import Rank
 from load_tests.engine.recorder import Recorder
 from load_tests.engine.replies import Reply
-from load_tests.engine.scheduler import QueueFull, Scheduler, Work
-from load_tests.engine.slots import SlotCache
+from load_tests.engine.scheduler import QueueFull, Work
 
 STORED_RESPONSES = 1000
 EMPTY = Reply([], [], "", "", "stop")
 
 
-def make_cache(options: EngineOptions) -> KVCache:
-    if options.dialect == "sglang":
-        return RadixCache(options.num_blocks, options.block_size, reuse=options.prefix_cache)
-    if options.dialect == "llamacpp":
-        return SlotCache(options.max_running, options.context_length, reuse=options.prefix_cache)
-    return BlockCache(options.num_blocks, options.block_size, reuse=options.prefix_cache)
-
-
 class Core:
-    """``changed`` is called when the faults that stand change."""
+    """``changed`` is called when the faults that stand change. ``bus`` is None where no events are published."""
 
     def __init__(self, options: EngineOptions, changed: Callable[[], None]) -> None:
         self.options = options
         self.faults = Faults(changed)
         self.recorder = Recorder()
-        self.measures = Measures()
         self.restarts = 0
         self.errors = 0
+        old = options.event_format == "positional"
+        self._publishers = [
+            Publisher(rank, options.topic, options.buffer_steps, old_replay=old)
+            for rank in range(options.ranks if options.publishes else 0)
+        ]
+        self.bus: EventBus | None = None
+        if options.publishes:
+            self.bus = EventBus(options.host, self._publishers, options.events_port or 0, options.replay_port)
+        self.events = Events(self._publishers)
         self._start()
 
     def _start(self) -> None:
-        options = self.options
         self.started = time.time()
-        self.cache = make_cache(options)
-        self.scheduler = Scheduler(
-            self.cache,
-            options.rates,
-            max_running=options.max_running,
-            chunk_tokens=options.chunk_tokens,
-            max_queued=options.max_queued,
-        )
-        self.driver = Driver(self.scheduler, options.time_scale)
+        self._next_rank = 0
+        publishers: Sequence[Publisher | None] = self._publishers or [None] * self.options.ranks
+        self.ranks = [Rank(self.options, number, publisher) for number, publisher in enumerate(publishers)]
         self.sessions: set[str] = set()
         self.responses: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.jobs: dict[str, Job] = {}
 
+    @property
+    def busy(self) -> bool:
+        return any(rank.scheduler.busy for rank in self.ranks)
+
+    def run(self) -> None:
+        """Start serving: sockets of events, and a driver for each rank. OSError if a port is taken."""
+        if self.bus is not None:
+            self.bus.open()
+        for rank in self.ranks:
+            rank.driver.start()
+
+    async def halt(self) -> None:
+        """Stop every rank as a process that ends: what was not published is lost."""
+        for rank in self.ranks:
+            await rank.driver.stop()
+        if self.bus is not None:
+            self.bus.close()
+
     def reset(self) -> None:
         """A new process: nothing cached, no session, no stored response; the accounting of /sim/stats goes on."""
-        totals = self.scheduler.totals
+        totals = [rank.scheduler.totals for rank in self.ranks]
         self._start()
-        self.scheduler.totals = totals
-        self.measures = Measures()
+        for rank, kept in zip(self.ranks, totals, strict=True):
+            rank.scheduler.totals = kept
         self.restarts += 1
 
+    def clear_caches(self) -> bool:
+        """Forget what every rank has cached; False if one of them is in use."""
+        cleared = [rank.clear() for rank in self.ranks]
+        return all(cleared)
+
+    def pick(self, wanted: int | None) -> Rank:
+        """The rank asked for, 400 if there is none such; or the engine's own choice, which knows no cache.
+
+        SGLang goes round; vLLM takes the least loaded, and goes round among equals.
+        """
+        count = len(self.ranks)
+        if wanted is not None:
+            if not 0 <= wanted < count:
+                raise ApiError(400, f"data_parallel_rank {wanted} is out of range [0, {count}).")
+            return self.ranks[wanted]
+        turn = [self.ranks[(self._next_rank + place) % count] for place in range(count)]
+        chosen = turn[0] if self.options.dialect == "sglang" else min(turn, key=lambda rank: rank.load)
+        self._next_rank = (chosen.number + 1) % count
+        return chosen
+
     def begin(
-        self, name: str, prompts: Sequence[Sequence[int]], replies: Sequence[Reply | None], namespace: str = ""
+        self, name: str, prompts: Sequence[Sequence[int]], replies: Sequence[Reply | None], traits: Traits
     ) -> Job:
         """Queue one request of one or more sequences under ``name``; a reply of None computes the prompt only.
 
-        Raises ApiError 503 in the dialect's words when the queue is at its limit.
+        Raises ApiError: 503 in the dialect's words when the queue is at its limit, 400 for a rank that is none.
         """
+        rank = self.pick(traits.rank)
         works = [
-            Work(prompt, reply.tokens if reply else (), namespace)
+            Work(prompt, reply.tokens if reply else (), traits.namespace, traits.session, traits.report_all)
             for prompt, reply in zip(prompts, replies, strict=True)
         ]
-        job = Job(self.driver, works, [reply or EMPTY for reply in replies])
+        job = Job(rank.driver, works, [reply or EMPTY for reply in replies], rank.number)
         try:
-            self.driver.submit(job)
+            rank.driver.submit(job)
         except QueueFull:
-            self.measures.rejected += 1
+            rank.measures.rejected += 1
             raise queue_full(self.options.dialect) from None
         self.jobs[name] = job
         return job
@@ -94,7 +124,7 @@ class Core:
         if self.jobs.get(name) is job:
             del self.jobs[name]
         for index, work in enumerate(job.works):
-            self.measures.observe(work, job.reason(index))
+            self.ranks[job.rank].measures.observe(work, job.reason(index))
 
     def abort_named(self, prefix: str) -> None:
         """Abort every request whose name starts with ``prefix``, as SGLang's scheduler matches them."""
@@ -108,29 +138,16 @@ class Core:
         while len(self.responses) > STORED_RESPONSES:
             self.responses.popitem(last=False)
 
-    def stats(self) -> dict[str, int]:
-        """The engine's own accounting, as GET /sim/stats prints it. Block counts are in blocks of this engine."""
-        totals, scheduler, cache = self.scheduler.totals, self.scheduler, self.cache
-        held = cache.recount(work.holding for work in scheduler.running)
+    def stats(self) -> dict[str, Any]:
+        """The engine's own accounting, as GET /sim/stats prints it, summed over ``ranks``, which has each one's.
+
+        Block counts are in blocks of this engine.
+        """
+        ranks = [rank.stats() for rank in self.ranks]
         return {
-            "requests": totals.requests,
-            "finished": totals.finished,
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "prompt_tokens": totals.prompt_tokens,
-            "cached_tokens": totals.cached_tokens,
-            "computed_tokens": totals.computed_tokens,
-            "recomputed_tokens": totals.recomputed_tokens,
-            "generated_tokens": totals.generated_tokens,
-            "steps": totals.steps,
-            "kv_blocks": cache.num_blocks,
-            "kv_blocks_used": held,
-            "kv_blocks_cached": cache.cached_blocks,
-            "kv_blocks_leaked": cache.used_blocks - held,
-            "aborts": totals.aborts,
-            "preemptions": totals.preemptions,
+            **{name: sum(each[name] for each in ranks) for name in ranks[0]},
             "errors": self.errors,
             "sessions": len(self.sessions),
-            "evicted_blocks": cache.evicted_blocks,
             "restarts": self.restarts,
+            "ranks": ranks,
         }

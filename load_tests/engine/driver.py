@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from load_tests.engine.replies import Reply
-from load_tests.engine.scheduler import Scheduler, Work
+from load_tests.engine.scheduler import Scheduler, Step, Work
 
 
 class Progress(NamedTuple):
@@ -20,9 +20,10 @@ class Progress(NamedTuple):
 
 
 class Job:
-    """One request in the engine: a sequence for each prompt and choice, in order of ``index``."""
+    """One request in the engine, on one rank: a sequence for each prompt and choice, in order of ``index``."""
 
-    def __init__(self, driver: Driver, works: Sequence[Work], replies: Sequence[Reply]) -> None:
+    def __init__(self, driver: Driver, works: Sequence[Work], replies: Sequence[Reply], rank: int = 0) -> None:
+        self.rank = rank
         self.works = list(works)
         self.replies = list(replies)
         self._driver = driver
@@ -80,14 +81,15 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 class Driver:
-    """``time_scale`` multiplies every step's duration."""
+    """``time_scale`` multiplies every step's duration. ``stepped`` hears of each step before those who wait for it."""
 
     # A loop that falls behind catches up over the next steps, but never by more than this many seconds.
     SLACK = 0.05
 
-    def __init__(self, scheduler: Scheduler, time_scale: float) -> None:
+    def __init__(self, scheduler: Scheduler, time_scale: float, stepped: Callable[[Step], None] | None = None) -> None:
         self.scheduler = scheduler
         self.time_scale = time_scale
+        self._stepped = stepped
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -123,6 +125,9 @@ class Driver:
             step = self.scheduler.plan(now)
             due = max(due, now - self.SLACK) + step.seconds * self.time_scale
             await asyncio.sleep(max(0.0, due - now))
-            for work in self.scheduler.complete(step, loop.time()):
+            touched = self.scheduler.complete(step, loop.time())
+            if self._stepped is not None:
+                self._stepped(step)
+            for work in touched:
                 job, index = work.owner
                 job.notify(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -14,6 +15,7 @@ from load_tests.engine.core import Core
 from load_tests.engine.faults import Fault, Faults
 from load_tests.engine.http import build
 from load_tests.engine.options import EngineOptions
+from load_tests.engine.publisher import Events
 from load_tests.engine.routes import ROUTES
 from load_tests.engine.wire import reset_transport
 
@@ -32,7 +34,7 @@ class _Refusal(asyncio.Protocol):
 class Engine:
     """One engine in the running event loop: ``engine = await Engine.start(EngineOptions(...))``.
 
-    ``port`` and ``url`` are those it listens on; ``faults`` orders faults from code.
+    ``port`` and ``url`` are those it listens on; ``faults`` orders faults from code, ``events`` those of KV events.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -58,8 +60,8 @@ class Engine:
             keepalive_timeout=options.keep_alive,
         )
         await engine._runner.setup()
-        engine.core.driver.start()
         try:
+            engine.core.run()
             await engine._listen()
         except OSError:
             await engine.kill()
@@ -79,7 +81,22 @@ class Engine:
     def faults(self) -> Faults:
         return self.core.faults
 
-    def stats(self) -> dict[str, int]:
+    @property
+    def events(self) -> Events:
+        """Faults of the KV event stream: drop, repeat, inject, hold, stop, resume."""
+        return self.core.events
+
+    @property
+    def events_endpoints(self) -> list[str]:
+        """Where each rank publishes KV events; empty where none are."""
+        return self.core.bus.endpoints() if self.core.bus else []
+
+    @property
+    def replay_endpoints(self) -> list[str]:
+        """Where each rank replays them; empty where none does."""
+        return self.core.bus.replay_endpoints() if self.core.bus else []
+
+    def stats(self) -> dict[str, Any]:
         """What GET /sim/stats answers."""
         return self.core.stats()
 
@@ -90,7 +107,7 @@ class Engine:
         for connection in self._connections():
             connection.close()
         for _ in range(int(DRAIN_SECONDS * 100)):
-            if not self.core.scheduler.busy:
+            if not self.core.busy:
                 break
             await asyncio.sleep(0.01)
         await self._cleanup()
@@ -106,12 +123,12 @@ class Engine:
         """Reset every connection, refuse new ones for ``seconds``, and come back on the same port with nothing cached."""
         self._stop_listening()
         self._reset_connections()
-        await self.core.driver.stop()
+        await self.core.halt()
         await asyncio.sleep(seconds)
         if self._closed:
             return
         self.core.reset()
-        self.core.driver.start()
+        self.core.run()
         await self._listen()
 
     async def _cleanup(self) -> None:
@@ -121,7 +138,8 @@ class Engine:
             self._timer.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
-        await self.core.driver.stop()
+        await self.core.halt()
+        self.core.events.close()
 
     async def _listen(self) -> None:
         if self._server is not None or self._closed or self._refusing():

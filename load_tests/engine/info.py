@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +14,8 @@ from load_tests.engine import metrics
 from load_tests.engine.core import Core
 from load_tests.engine.errors import ApiError
 from load_tests.engine.openai import messages_of, tools_of
+from load_tests.engine.publisher import HWM
+from load_tests.engine.rank import Rank
 from load_tests.engine.slots import SlotCache
 from load_tests.engine.template import JSON, TemplateError, render_tokens
 from load_tests.engine.tokens import detokenize, is_tokens, piece_of, tokenize
@@ -59,12 +62,44 @@ async def version(core: Core, call: Call) -> web.StreamResponse:
 async def metrics_page(core: Core, call: Call) -> web.StreamResponse:
     if not core.options.metrics:
         raise web.HTTPNotFound
-    text = metrics.render(core.options, core.scheduler, core.measures, core.started)
+    text = metrics.render(core.options, [(rank.scheduler, rank.measures) for rank in core.ranks], core.started)
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 async def load(core: Core, call: Call) -> web.StreamResponse:
-    return await call.json({"server_load": len(core.scheduler.running) + len(core.scheduler.waiting)})
+    return await call.json({"server_load": sum(rank.load for rank in core.ranks)})
+
+
+async def kv_event_sources(core: Core, call: Call) -> web.StreamResponse:
+    """vLLM's: where each rank publishes. 404 without events, as on builds that do not have the route."""
+    options = core.options
+    if core.bus is None:
+        raise web.HTTPNotFound
+    replays: Sequence[str | None] = core.bus.replay_endpoints() or [None] * options.ranks
+    common = {"buffer_steps": options.buffer_steps, "hwm": HWM, "max_queue_size": HWM, "topic": options.topic}
+    sources: JSON = {}
+    for rank, (endpoint, replay) in enumerate(zip(core.bus.endpoints(), replays, strict=True)):
+        source = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay}
+        sources[str(rank)] = {**source, **common}
+    return await call.json(sources)
+
+
+def _event_source(core: Core) -> JSON | None:
+    """SGLang's: the first rank's ports, and how many there are."""
+    if core.bus is None:
+        return None
+    port, replay = core.bus.ports
+    return {
+        "publisher": "zmq",
+        "endpoint_host": "*" if core.options.host == "0.0.0.0" else core.options.host,
+        "endpoint_port_base": port,
+        "topic": core.options.topic,
+        "block_size": core.options.block_size,
+        "dp_size": core.options.ranks,
+        "replay_endpoint_port_base": replay,
+        "load_endpoint_port_base": None,
+        "load_topic": "load",
+    }
 
 
 async def model_info(core: Core, call: Call) -> web.StreamResponse:
@@ -98,7 +133,7 @@ async def server_info(core: Core, call: Call) -> web.StreamResponse:
             "host": options.host,
             "port": options.port,
             "page_size": options.block_size,
-            "dp_size": 1,
+            "dp_size": options.ranks,
             "tp_size": 1,
             "context_length": options.context_length,
             "max_running_requests": options.max_running,
@@ -107,22 +142,29 @@ async def server_info(core: Core, call: Call) -> web.StreamResponse:
             "chunked_prefill_size": options.chunk_tokens,
             "disaggregation_mode": _mode(core),
             "disable_radix_cache": not options.prefix_cache,
-            "kv_events": None,
-            "internal_states": [{"max_running_requests_per_dp": options.max_running}],
+            "kv_events": _event_source(core),
+            "internal_states": [{"max_running_requests_per_dp": options.max_running} for _ in core.ranks],
             "version": SGLANG_VERSION,
         }
     )
 
 
 async def loads(core: Core, call: Call) -> web.StreamResponse:
-    """SGLang's /v1/loads: one entry for each data-parallel rank."""
-    options, scheduler, cache = core.options, core.scheduler, core.cache
+    """SGLang's /v1/loads: one entry for each data-parallel rank, or for the one in ``?dp_rank=``."""
+    wanted = call.request.query.get("dp_rank")
+    entries = [_load_entry(core, rank) for rank in core.ranks if wanted in (None, str(rank.number))]
+    stamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return await call.json({"timestamp": stamp, "version": SGLANG_VERSION, "loads": entries})
+
+
+def _load_entry(core: Core, rank: Rank) -> JSON:
+    options, scheduler, cache = core.options, rank.scheduler, rank.cache
     totals, size = scheduler.totals, options.block_size
     waiting_tokens = sum(len(work.tokens) for work in scheduler.waiting)
     used = cache.used_blocks * size
-    entry: JSON = {
+    return {
         "timestamp": time.time(),
-        "dp_rank": 0,
+        "dp_rank": rank.number,
         "num_running_reqs": len(scheduler.running),
         "num_waiting_reqs": len(scheduler.waiting),
         "num_waiting_uncached_tokens": waiting_tokens,
@@ -138,8 +180,6 @@ async def loads(core: Core, call: Call) -> web.StreamResponse:
         "memory": {"weight_gb": 15.0, "kv_cache_gb": 40.0, "graph_gb": 1.0, "token_capacity": cache.num_blocks * size},
         "queues": {"waiting": len(scheduler.waiting), "grammar": 0, "paused": 0, "retracted": 0},
     }
-    stamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return await call.json({"timestamp": stamp, "version": SGLANG_VERSION, "loads": [entry]})
 
 
 async def props(core: Core, call: Call) -> web.StreamResponse:
@@ -159,7 +199,8 @@ async def props(core: Core, call: Call) -> web.StreamResponse:
 
 async def slots(core: Core, call: Call) -> web.StreamResponse:
     """llama.cpp's slots; ``?fail_on_no_slot=1`` answers 503 when all are busy."""
-    busy = core.cache.slots() if isinstance(core.cache, SlotCache) else []
+    cache = core.ranks[0].cache
+    busy = cache.slots() if isinstance(cache, SlotCache) else []
     if call.request.query.get("fail_on_no_slot") and all(busy):
         raise ApiError(503, "no slot available", kind="unavailable_error")
     listing = [
@@ -201,11 +242,11 @@ async def detokenize_ids(core: Core, call: Call) -> web.StreamResponse:
 
 
 async def reset_prefix_cache(core: Core, call: Call) -> web.StreamResponse:
-    return await call.json({"success": core.cache.clear()})
+    return await call.json({"success": core.clear_caches()})
 
 
 async def flush_cache(core: Core, call: Call) -> web.StreamResponse:
-    if not core.scheduler.busy and core.cache.clear():
+    if not core.busy and core.clear_caches():
         return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
     return web.Response(text="Flush cache failed: requests are running or waiting.\n", status=400)
 

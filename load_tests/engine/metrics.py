@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from load_tests.engine.options import EngineOptions
 from load_tests.engine.scheduler import Scheduler, Work
@@ -26,6 +26,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def add(self, other: Histogram) -> None:
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
 
 class Page:
     """Prometheus text, built line by line. ``labels`` go on every sample, after its own."""
@@ -33,7 +37,17 @@ class Page:
     def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
         self._prefix = prefix
         self._labels = dict(labels)
+        self._families: dict[str, list[str]] = {}
         self._lines: list[str] = []
+
+    def _open(self, name: str, kind: str) -> None:
+        """The samples that follow are of this family."""
+        head = f"# HELP {self._prefix}{name} {name.replace('_', ' ')}.\n# TYPE {self._prefix}{name} {kind}"
+        self._lines = self._families.setdefault(head, [])
+
+    def labelled(self, **labels: str) -> None:
+        """From now on samples have these labels as well; families that are there already go on."""
+        self._labels |= labels
 
     def sample(self, name: str, value: float, **labels: str) -> None:
         pairs = {**self._labels, **labels}
@@ -44,8 +58,7 @@ class Page:
 
     def family(self, name: str, kind: str, samples: Iterable[tuple[float, dict[str, str]]]) -> None:
         suffix = "_total" if kind == "counter" else ""
-        self._lines.append(f"# HELP {self._prefix}{name}{suffix} {name.replace('_', ' ')}.")
-        self._lines.append(f"# TYPE {self._prefix}{name}{suffix} {kind}")
+        self._open(name + suffix, kind)
         for value, labels in samples:
             self.sample(name + suffix, value, **labels)
 
@@ -56,8 +69,7 @@ class Page:
         self.family(name, "counter", [(value, labels)])
 
     def histogram(self, name: str, histogram: Histogram) -> None:
-        self._lines.append(f"# HELP {self._prefix}{name} {name.replace('_', ' ')}.")
-        self._lines.append(f"# TYPE {self._prefix}{name} histogram")
+        self._open(name, "histogram")
         running = 0
         for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
             running += count
@@ -66,7 +78,7 @@ class Page:
         self.sample(f"{name}_sum", histogram.total)
 
     def text(self) -> str:
-        return "\n".join(self._lines) + "\n"
+        return "".join(f"{head}\n" + "".join(f"{line}\n" for line in lines) for head, lines in self._families.items())
 
 
 def _escaped(value: str) -> str:
@@ -95,18 +107,36 @@ class Measures:
         if work.emitted > 1:
             self.token_gap.observe((work.ended - work.first) / (work.emitted - 1), work.emitted - 1)
 
+    @classmethod
+    def sum(cls, parts: Iterable[Measures]) -> Measures:
+        whole = cls()
+        for part in parts:
+            whole.finished += part.finished
+            whole.rejected += part.rejected
+            for name in ("first_token", "token_gap", "whole", "queued"):
+                getattr(whole, name).add(getattr(part, name))
+        return whole
 
-def render(options: EngineOptions, scheduler: Scheduler, measures: Measures, started: float) -> str:
+
+Ranks = Sequence[tuple[Scheduler, Measures]]
+
+
+def render(options: EngineOptions, ranks: Ranks, started: float) -> str:
     """The page of ``options.dialect``; ``started`` is the process' start in Unix seconds."""
     if options.dialect == "sglang":
-        return _sglang(options, scheduler, measures)
+        return _sglang(options, ranks)
     if options.dialect == "llamacpp":
-        return _llamacpp(scheduler)
-    return _vllm(options, scheduler, measures, started)
+        return _llamacpp(ranks[0][0])
+    page = Page("vllm:", {"model_name": options.models[0]})
+    for number, (scheduler, measures) in enumerate(ranks):
+        page.labelled(engine=str(number))
+        _vllm(page, options, scheduler, measures)
+    process = Page("", {})
+    process.gauge("process_start_time_seconds", started)
+    return process.text() + page.text()
 
 
-def _vllm(options: EngineOptions, scheduler: Scheduler, measures: Measures, started: float) -> str:
-    page = Page("vllm:", {"model_name": options.models[0], "engine": "0"})
+def _vllm(page: Page, options: EngineOptions, scheduler: Scheduler, measures: Measures) -> None:
     totals, cache = scheduler.totals, scheduler.cache
     page.gauge("num_requests_running", len(scheduler.running))
     page.gauge("num_requests_waiting", len(scheduler.waiting))
@@ -142,30 +172,38 @@ def _vllm(options: EngineOptions, scheduler: Scheduler, measures: Measures, star
         num_gpu_blocks=str(options.num_blocks),
         kv_cache_size_tokens=str(options.num_blocks * options.block_size),
         enable_prefix_caching=str(options.prefix_cache),
-        prefix_caching_hash_algo="sha256",
+        prefix_caching_hash_algo="sha256_cbor" if options.publishes else "sha256",
         cache_dtype="auto",
         mamba_cache_mode="none",
     )
-    process = Page("", {})
-    process.gauge("process_start_time_seconds", started)
-    return process.text() + page.text()
 
 
-def _sglang(options: EngineOptions, scheduler: Scheduler, measures: Measures) -> str:
+def _sglang(options: EngineOptions, ranks: Ranks) -> str:
+    """Tokens are counted for the process, load for each rank."""
     common = {"model_name": options.models[0], "engine_type": options.role}
     tokens = Page("sglang:", common)
-    totals, cache, page_size = scheduler.totals, scheduler.cache, options.block_size
-    tokens.counter("prompt_tokens", totals.prompt_tokens)
-    tokens.counter("generation_tokens", totals.generated_tokens)
-    tokens.counter("num_requests", totals.requests)
-    tokens.counter("num_aborted_requests", totals.aborts)
-    tokens.counter("cached_tokens", totals.cached_tokens, cache_source="device")
-    tokens.counter("evicted_tokens", cache.evicted_blocks * page_size)
+    page_size, all_totals = options.block_size, [scheduler.totals for scheduler, _ in ranks]
+    measures = Measures.sum(part for _, part in ranks)
+    tokens.counter("prompt_tokens", sum(totals.prompt_tokens for totals in all_totals))
+    tokens.counter("generation_tokens", sum(totals.generated_tokens for totals in all_totals))
+    tokens.counter("num_requests", sum(totals.requests for totals in all_totals))
+    tokens.counter("num_aborted_requests", sum(totals.aborts for totals in all_totals))
+    tokens.counter("cached_tokens", sum(totals.cached_tokens for totals in all_totals), cache_source="device")
+    tokens.counter("evicted_tokens", sum(scheduler.cache.evicted_blocks for scheduler, _ in ranks) * page_size)
     tokens.histogram("time_to_first_token_seconds", measures.first_token)
     tokens.histogram("inter_token_latency_seconds", measures.token_gap)
     tokens.histogram("e2e_request_latency_seconds", measures.whole)
     tokens.histogram("queue_time_seconds", measures.queued)
     load = Page("sglang:", {**common, "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"})
+    for number, (scheduler, _) in enumerate(ranks):
+        if len(ranks) > 1:
+            load.labelled(dp_rank=str(number))
+        _sglang_load(load, options, scheduler)
+    return tokens.text() + load.text()
+
+
+def _sglang_load(load: Page, options: EngineOptions, scheduler: Scheduler) -> None:
+    totals, cache, page_size = scheduler.totals, scheduler.cache, options.block_size
     used, room = cache.used_blocks, cache.num_blocks
     load.gauge("num_running_reqs", len(scheduler.running))
     load.gauge("num_queue_reqs", len(scheduler.waiting))
@@ -182,7 +220,6 @@ def _sglang(options: EngineOptions, scheduler: Scheduler, measures: Measures) ->
     load.gauge("context_len", options.context_length)
     load.gauge("cache_hit_rate", totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0)
     load.gauge("utilization", len(scheduler.running) / options.max_running)
-    return tokens.text() + load.text()
 
 
 def _llamacpp(scheduler: Scheduler) -> str:

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from load_tests.engine.asks import integer, namespace_of, resolve_model, sampling
+from load_tests.engine.asks import integer, namespace_of, resolve_model, sampling, traits_of
 from load_tests.engine.chunks import ChatChunks, CompletionChunks, chat_choice, completion_choice
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
@@ -85,7 +85,8 @@ def begin(core: Core, call: Call, name: str, prompts: Any, replies: Any, namespa
     if call.fault is not None and call.fault.kind == "queue_full":
         call.fault = None
         raise queue_full(core.options.dialect)
-    return core.begin(name, prompts, replies, namespace)
+    traits = traits_of(core.options, call.request.headers, call.body, namespace)
+    return core.begin(name, prompts, replies, traits)
 
 
 async def chat_completions(core: Core, call: Call) -> web.StreamResponse:

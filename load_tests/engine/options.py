@@ -9,8 +9,12 @@ from load_tests.engine.physics import Rates
 
 Dialect = Literal["vllm", "sglang", "llamacpp", "openai"]
 Role = Literal["unified", "prefill", "decode"]
+EventFormat = Literal["map", "positional"]
+EventHashes = Literal["int", "bytes"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROLES: tuple[Role, ...] = get_args(Role)
+EVENT_FORMATS: tuple[EventFormat, ...] = get_args(EventFormat)
+EVENT_HASHES: tuple[EventHashes, ...] = get_args(EventHashes)
 
 
 class OptionError(ValueError):
@@ -26,6 +30,15 @@ class EngineOptions:
     multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. keep_alive is how long an idle
     connection is kept, in real seconds; 5 is what vLLM and SGLang give theirs. usage_details False leaves cached
     tokens out of usage, as engines do without --enable-prompt-tokens-details or --enable-cache-report.
+
+    ranks: data-parallel ranks behind the one port, each with its own cache of kv_tokens, queue and batch.
+
+    events or an events_port publishes KV events, of vllm and sglang; port 0 with events takes a free one. Rank r
+    publishes on events_port + r. events_replay True has a replay endpoint on a free port as well, a number has it on
+    that port, likewise plus r; False has none. buffer_steps is how many batches can be replayed, topic the first
+    frame. Block hashes depend on hash_seed: two seeds give one block two hashes. event_format "positional" is the
+    array form of older vLLM builds, with their replay without topic frame; event_hashes "bytes" has whole digests
+    instead of 64-bit numbers. Both are vllm's only.
     """
 
     port: int = 0
@@ -48,6 +61,15 @@ class EngineOptions:
     seed: int = 0
     keep_alive: float = 5.0
     rates: Rates = field(default_factory=Rates)
+    ranks: int = 1
+    events: bool = False
+    events_port: int | None = None
+    events_replay: bool | int | None = True
+    buffer_steps: int = 10_000
+    topic: str = ""
+    hash_seed: int = 0
+    event_format: EventFormat = "map"
+    event_hashes: EventHashes = "int"
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
@@ -57,7 +79,7 @@ class EngineOptions:
         if not self.models:
             raise OptionError("at least one model is needed")
         self.block_size = self.block_size or (16 if self.dialect in ("vllm", "openai") else 1)
-        for name in ("kv_tokens", "block_size", "max_running", "chunk_tokens"):
+        for name in ("kv_tokens", "block_size", "max_running", "chunk_tokens", "ranks", "buffer_steps"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1")
         if not 0 <= self.port <= 65535:
@@ -67,12 +89,40 @@ class EngineOptions:
                 raise OptionError(f"{name} must not be negative")
         if self.max_queued is not None and self.max_queued < 0:
             raise OptionError("max_queued must not be negative")
+        self._check_events()
         room = self.num_blocks * self.block_size
         if self.dialect == "llamacpp":
             room //= self.max_running
         self.context_length = self.context_length or min(32_768, room)
         if not 2 <= self.context_length <= room:
             raise OptionError(f"context_length {self.context_length} does not fit the KV of {room} tokens")
+
+    def _check_events(self) -> None:
+        if self.event_format not in EVENT_FORMATS:
+            raise OptionError(f"event_format must be one of {', '.join(EVENT_FORMATS)}, not {self.event_format!r}")
+        if self.event_hashes not in EVENT_HASHES:
+            raise OptionError(f"event_hashes must be one of {', '.join(EVENT_HASHES)}, not {self.event_hashes!r}")
+        if self.ranks > 1 and self.dialect not in ("vllm", "sglang"):
+            raise OptionError(f"{self.dialect} has no data-parallel ranks")
+        if not self.publishes:
+            return
+        if self.dialect not in ("vllm", "sglang"):
+            raise OptionError(f"{self.dialect} publishes no KV events")
+        for name, first in (("events_port", self.events_port), ("events_replay", self.replay_port)):
+            if not 0 <= (first or 0) <= 65536 - self.ranks:
+                raise OptionError(f"{name} must be between 0 and {65536 - self.ranks}")
+
+    @property
+    def publishes(self) -> bool:
+        """Whether KV events are published."""
+        return self.events or bool(self.events_port)
+
+    @property
+    def replay_port(self) -> int | None:
+        """The first port of replay, 0 for a free one; None where there is none."""
+        if isinstance(self.events_replay, bool):
+            return 0 if self.events_replay else None
+        return self.events_replay
 
     @property
     def num_blocks(self) -> int:

@@ -143,7 +143,7 @@ async def transcriptions(core: Core, call: Call) -> web.StreamResponse:
     prompt = [random.getrandbits(16) for _ in range(max(2, length))]
     reply = compose(prompt, Wanted(max_tokens=64), seed=core.options.seed)
     name = f"trsc-{uuid4().hex}"
-    job = begin(core, call, name, [prompt], [reply], "audio")
+    job = begin(core, call, name, [prompt], [reply], "\x1f\x1faudio")
     try:
         await job.wait()
     finally:

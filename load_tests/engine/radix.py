@@ -13,20 +13,22 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from load_tests.engine.cache import Holding, KVCache
+from load_tests.engine.hashes import Chain
 
 Key = tuple[int, ...]
 
 
 class Node:
-    """An edge and what hangs below it: ``key`` is a whole number of pages of tokens."""
+    """An edge and what hangs below it: ``key`` is a whole number of pages of tokens, each with its hash if any are."""
 
-    __slots__ = ("children", "key", "locks", "parent", "used")
+    __slots__ = ("children", "hashes", "key", "locks", "parent", "used")
 
     def __init__(self, key: Key, parent: Node | None, used: int) -> None:
         self.key = key
         self.parent = parent
         self.used = used
         self.locks = 0
+        self.hashes: list[bytes] = []
         self.children: dict[Key, Node] = {}
 
 
@@ -47,10 +49,11 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
 class RadixCache(KVCache):
     """``block_size`` is SGLang's page size; a holding keeps its deepest locked node and the pages it owns alone."""
 
-    def __init__(self, num_blocks: int, block_size: int = 1, *, reuse: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int = 1, *, reuse: bool = True, chain: Chain | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.reuse = reuse
+        self._chain = chain
         self._ticks = count(1)
         self._serial = count()
         self._roots: dict[str, Node] = {}
@@ -124,6 +127,8 @@ class RadixCache(KVCache):
         self._roots.clear()
         self._leaves.clear()
         self._tree_pages = 0
+        if self.journal is not None:
+            self.journal.cleared()
         return True
 
     def recount(self, holdings: Iterable[Holding]) -> int:
@@ -161,6 +166,8 @@ class RadixCache(KVCache):
     def _split(self, node: Node, length: int) -> Node:
         upper = Node(node.key[:length], node.parent, node.used)
         upper.locks = node.locks
+        pages = length // self.block_size
+        upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
         assert node.parent is not None
         node.parent.children[node.key[: self.block_size]] = upper
         node.key, node.parent = node.key[length:], upper
@@ -178,6 +185,7 @@ class RadixCache(KVCache):
             leaf = Node(key[known:], node, next(self._ticks))
             node.children[leaf.key[: self.block_size]] = leaf
             self._tree_pages += len(leaf.key) // self.block_size
+            self._hash(leaf, holding, known)
             node = leaf
         pages = (len(key) - holding.published) // self.block_size
         holding.blocks[0] -= pages
@@ -185,6 +193,19 @@ class RadixCache(KVCache):
         self._lock(node)
         self._unlock(holding.node)
         holding.node, holding.published = node, len(key)
+
+    def _hash(self, leaf: Node, holding: Holding, start: int) -> None:
+        """Chain the hashes of a new leaf, which begins at token ``start``, and tell of it."""
+        if self._chain is None:
+            return
+        assert leaf.parent is not None
+        before = leaf.parent.hashes[-1] if leaf.parent.hashes else None
+        digest = before or b""
+        for place in range(0, len(leaf.key), self.block_size):
+            digest = self._chain(digest, leaf.key[place : place + self.block_size], holding.namespace)
+            leaf.hashes.append(digest)
+        if self.journal is not None:
+            self.journal.stored(holding, leaf.hashes, before, leaf.key, start)
 
     def _release(self, holding: Holding) -> None:
         self._own_pages -= holding.blocks[0]
@@ -235,5 +256,7 @@ class RadixCache(KVCache):
             size = len(leaf.key) // self.block_size
             self._tree_pages -= size
             self.evicted_blocks += size
+            if self.journal is not None:
+                self.journal.removed(leaf.hashes)
             pages -= size
             self._offer(parent)

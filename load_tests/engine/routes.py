@@ -35,6 +35,7 @@ ROUTES: list[Route] = [
     Route("GET", "/metrics", info.metrics_page, MEASURED),
     Route("GET", "/version", info.version, VLLM),
     Route("GET", "/load", info.load, VLLM),
+    Route("GET", "/kv_event_sources", info.kv_event_sources, VLLM),
     Route("GET", "/model_info", info.model_info, SGLANG),
     Route("GET", "/get_model_info", info.model_info, SGLANG),
     Route("GET", "/server_info", info.server_info, SGLANG),

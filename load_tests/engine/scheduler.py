@@ -33,6 +33,8 @@ class Work:
     prompt: Sequence[int]
     planned: Sequence[int]
     namespace: str = ""
+    session: str = ""
+    report_all: bool = False
     owner: Any = None
     tokens: list[int] = field(init=False)
     holding: Holding = field(init=False)
@@ -48,7 +50,7 @@ class Work:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.holding = Holding(self.namespace)
+        self.holding = Holding(self.namespace, self.session, self.report_all)
 
 
 @dataclass(slots=True)

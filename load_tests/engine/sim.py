@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
+from load_tests.engine.asks import integer
 from load_tests.engine.core import Core
 from load_tests.engine.errors import ApiError
 from load_tests.engine.faults import parse_fault
@@ -50,6 +52,42 @@ async def last(core: Core, call: Call) -> web.StreamResponse:
     return await call.json(core.recorder.last())
 
 
+async def list_events(core: Core, call: Call) -> web.StreamResponse:
+    """By rank: where its KV events are published and replayed, the next number, what was sent and is held."""
+    listed = core.events.listing()
+    if core.bus is not None:
+        replays: Sequence[str | None] = core.bus.replay_endpoints() or [None] * len(listed)
+        for entry, endpoint, replay in zip(listed, core.bus.endpoints(), replays, strict=True):
+            entry |= {"endpoint": endpoint, "replay_endpoint": replay}
+    return await call.json(listed)
+
+
+async def order_events(core: Core, call: Call) -> web.StreamResponse:
+    """{"action": drop|repeat|inject|hold|stop|resume, "rank"?}; drop has "batches" and "replayable", hold "seconds",
+    inject "payload" in base64."""
+    body, events = call.body, core.events
+    action, rank = body.get("action"), integer(body, "rank", 0)
+    if rank is not None and rank >= len(events.listing()):
+        raise ApiError(400, f"there is no rank {rank} that publishes events")
+    if action == "drop":
+        events.drop(integer(body, "batches", 1) or 1, rank, replayable=body.get("replayable") is not False)
+    elif action == "inject":
+        try:
+            events.inject(base64.b64decode(str(body.get("payload", "")), validate=True), rank)
+        except ValueError:
+            raise ApiError(400, "payload must be base64") from None
+    elif action == "hold":
+        seconds = body.get("seconds")
+        if seconds is not None and not isinstance(seconds, int | float):
+            raise ApiError(400, "seconds must be a number")
+        events.hold(seconds, rank)
+    elif action in ("repeat", "stop", "resume"):
+        {"repeat": events.repeat, "stop": events.stop, "resume": events.resume}[action](rank)
+    else:
+        raise ApiError(400, "action must be one of drop, repeat, inject, hold, stop, resume")
+    return await list_events(core, call)
+
+
 def routes(restart: Callable[[float], None]) -> list[Route]:
     """``restart`` takes the seconds for which the engine is to be away, after this answer has been sent."""
 
@@ -65,6 +103,8 @@ def routes(restart: Callable[[float], None]) -> list[Route]:
         Route("GET", "/sim/faults", list_faults),
         Route("POST", "/sim/faults", add_fault),
         Route("DELETE", "/sim/faults", clear_faults),
+        Route("GET", "/sim/events", list_events),
+        Route("POST", "/sim/events", order_events),
         Route("GET", "/sim/requests", requests),
         Route("GET", "/sim/last", last),
         Route("POST", "/sim/restart", restart_engine),

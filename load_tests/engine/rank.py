@@ -1,0 +1,104 @@
+"""One data-parallel rank of an engine: a cache, a scheduler and a driver of its own, and what it publishes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from load_tests.engine.blocks import BlockCache
+from load_tests.engine.cache import KVCache
+from load_tests.engine.driver import Driver
+from load_tests.engine.hashes import sglang_chain, vllm_chain
+from load_tests.engine.journal import Journal, SglangJournal, VllmJournal
+from load_tests.engine.metrics import Measures
+from load_tests.engine.options import EngineOptions
+from load_tests.engine.publisher import Publisher
+from load_tests.engine.radix import RadixCache
+from load_tests.engine.scheduler import Scheduler, Step
+from load_tests.engine.slots import SlotCache
+
+# SGLang publishes after this many decode steps in a row (its --decode-log-interval).
+DECODE_INTERVAL = 40
+
+
+def make_journal(options: EngineOptions) -> Journal | None:
+    if not options.publishes:
+        return None
+    if options.dialect == "sglang":
+        return SglangJournal(options.block_size)
+    return VllmJournal(options.block_size, hashes=options.event_hashes, form=options.event_format)
+
+
+def make_cache(options: EngineOptions) -> KVCache:
+    size, reuse = options.block_size, options.prefix_cache
+    if options.dialect == "sglang":
+        chain = sglang_chain(options.hash_seed) if options.publishes else None
+        return RadixCache(options.num_blocks, size, reuse=reuse, chain=chain)
+    if options.dialect == "llamacpp":
+        return SlotCache(options.max_running, options.context_length, reuse=reuse)
+    if options.publishes:
+        return BlockCache(options.num_blocks, size, reuse=reuse, chain=vllm_chain(options.hash_seed))
+    return BlockCache(options.num_blocks, size, reuse=reuse)
+
+
+class Rank:
+    """``number`` is the rank's own; ``publisher`` is None where no events are published."""
+
+    def __init__(self, options: EngineOptions, number: int, publisher: Publisher | None) -> None:
+        self.number = number
+        self.measures = Measures()
+        self.publisher = publisher
+        self._paced = options.dialect == "sglang"
+        self._decodes = 0
+        self.cache = make_cache(options)
+        self.journal = self.cache.journal = make_journal(options)
+        self.scheduler = Scheduler(
+            self.cache,
+            options.rates,
+            max_running=options.max_running,
+            chunk_tokens=options.chunk_tokens,
+            max_queued=options.max_queued,
+        )
+        self.driver = Driver(self.scheduler, options.time_scale, self.stepped if publisher else None)
+
+    @property
+    def load(self) -> int:
+        """Sequences that run or wait."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    def stepped(self, step: Step) -> None:
+        """A step has been executed. vLLM publishes after each; SGLang after prefill, now and then, and when idle."""
+        if self._paced:
+            self._decodes = 0 if step.prefill_tokens else self._decodes + 1
+            due = step.prefill_tokens > 0 or self._decodes % DECODE_INTERVAL == 0 or not self.scheduler.busy
+        else:
+            due = bool(step.work)
+        if due:
+            self.publish()
+
+    def publish(self) -> None:
+        """Send what has gathered, as one batch; nothing if nothing has."""
+        if self.journal is not None and self.publisher is not None and (events := self.journal.take()):
+            self.publisher.publish(events)
+
+    def clear(self) -> bool:
+        """Forget the cache; False while it is in use. SGLang tells at once, vLLM with the next step it executes."""
+        done = self.cache.clear()
+        if done and self._paced and not self.scheduler.busy:
+            self.publish()
+        return done
+
+    def stats(self) -> dict[str, Any]:
+        """This rank's part of GET /sim/stats."""
+        scheduler, cache = self.scheduler, self.cache
+        held = cache.recount(work.holding for work in scheduler.running)
+        return {
+            **asdict(scheduler.totals),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_blocks": cache.num_blocks,
+            "kv_blocks_used": held,
+            "kv_blocks_cached": cache.cached_blocks,
+            "kv_blocks_leaked": cache.used_blocks - held,
+            "evicted_blocks": cache.evicted_blocks,
+        }
