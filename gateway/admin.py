@@ -226,9 +226,9 @@ class AdminSite:
                     "homes": target.homes,
                     "share": target.share,
                     "breaker": target.breaker.state,
-                    "holding_pages": self.running.index.pages(target.id),
-                    "capacity_pages": self.running.index.capacity(target.id),
-                    "evicted_pages": self.running.index.evicted(target.id),
+                    "holding_pages": self.running.index.radix.pages(target.id),
+                    "capacity_pages": self.running.index.radix.capacity(target.id),
+                    "evicted_pages": self.running.index.radix.evicted(target.id),
                     "queue": target.load_report.waiting if target.load_report else None,
                     "kv_usage": target.load_report.kv_usage if target.load_report else None,
                 }

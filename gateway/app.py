@@ -44,7 +44,7 @@ from gateway.routing import Ask, Options, Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenants
 from gateway.workers import Charge, Target, Worker
-from kv_index.radix import RadixIndex
+from kv_index.index import PrefixIndex
 from policies.base import Choice
 
 log = logging.getLogger("warmroute")
@@ -70,7 +70,7 @@ class Gateway:
         *,
         fleet: Fleet,
         sessions: Sessions,
-        index: RadixIndex,
+        index: PrefixIndex,
         metrics: Metrics,
         tenants: Tenants,
         options: Options,
@@ -279,7 +279,7 @@ class Gateway:
         tally.ended(exchange.route.kind, outcome, seconds)
         if not streaming:
             return
-        self.routing.settle(ask, target, usage)
+        self.routing.settle(ask, target, usage, self.clock())
         if exchange.alone:
             self._calibrate(exchange, target, usage)
         if ask.predicted is not None and ask.request.tokens is not None:
@@ -293,6 +293,12 @@ class Gateway:
     def _calibrate(self, exchange: Exchange, target: Target, usage: Usage | None) -> None:
         """Learn from a first event that nothing else delayed."""
         seconds = exchange.first_at - exchange.sent_at
+        back = exchange.ask.request.restored.get(target.id)
+        if back is not None:
+            if usage is not None and usage.prompt is not None and usage.cached is not None:
+                rest = target.rates.prefill(usage.prompt - usage.cached, usage.cached)
+                target.calibration.restored(back, max(0.0, seconds - rest))
+            return
         if usage is not None and usage.prompt is not None and usage.cached is not None:
             # What the engine says was computed, not what was believed: a wrong belief must not become a rate.
             target.calibration.first_byte(usage.prompt - usage.cached, usage.cached, seconds)
@@ -438,6 +444,7 @@ class Gateway:
         self.server.sweep(now)
         self.fleet.sweep(now)
         self.sessions.sweep(now)
+        self.index.sweep(now)
         for exchange in [e for e in self.exchanges if e.deadline < inf]:
             try:
                 exchange.overdue(now)
@@ -452,7 +459,8 @@ class Gateway:
 
     def forget_target(self, target: int) -> None:
         """What a target held is gone."""
-        self.index.clear(target)
+        self.index.emptied(target)
+        self.routing.checkpoints.clear(target)
         self.sessions.unbind_all(target)
 
 

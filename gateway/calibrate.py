@@ -14,6 +14,8 @@ FADE = 0.999
 PRIOR = 4.0
 """Samples that a prior counts as, at 1,000 tokens."""
 SOLVE_EVERY = 8
+LEARNING = 0.1
+"""Weight of one sample of restoring, once there are several."""
 LONGEST = 1e8
 """Tokens beyond which an observation is none."""
 
@@ -24,6 +26,8 @@ class Calibration:
 
     rates: Rates = field(default_factory=Rates)
     samples: int = 0
+    restores: int = 0
+    """Samples of bringing KV back to the device."""
     _gram: list[float] = field(default_factory=lambda: [0.0] * 6)
     """Upper triangle of the weighted x'x: 11 12 13 22 23 33."""
     _moment: list[float] = field(default_factory=lambda: [0.0] * 3)
@@ -42,6 +46,20 @@ class Calibration:
         self.samples += 1
         if self.samples % SOLVE_EVERY == 0:
             self._solve()
+
+    def restored(self, tokens: tuple[int, int, int], seconds: float) -> None:
+        """``tokens`` came from host, disk and shared store, and the first byte took ``seconds`` longer than their absence
+        would have made it. Only what came from one of them tells its price."""
+        told = [at for at, count in enumerate(tokens) if count]
+        if len(told) != 1 or not 0 <= seconds <= 600:
+            return
+        self.restores += 1
+        at = told[0]
+        price = min(seconds / tokens[at], 0.01)
+        weight = max(LEARNING, 1.0 / (self.restores + 1))
+        prices = list(self.rates.restore)
+        prices[at] += weight * (price - prices[at])
+        self.rates.restore = (prices[0], prices[1], prices[2])
 
     def _solve(self) -> None:
         g11, g12, g13, g22, g23, g33 = self._gram

@@ -13,7 +13,7 @@ import yaml
 
 from gateway.config_check import check
 from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null
-from gateway.workers import WorkerSpec
+from gateway.workers import EventSource, WorkerSpec
 from policies.base import Policy, load as load_policy
 
 
@@ -59,13 +59,47 @@ class MetricsAddress:
 
 
 @dataclass(slots=True)
+class Restore:
+    """What it takes to bring a thousand tokens' KV back to the device, until it is learned."""
+
+    host: Seconds = 0.01
+    disk: Seconds = 0.05
+    shared: Seconds = 0.1
+
+
+@dataclass(slots=True)
+class EventsConfig:
+    """Where a worker publishes its KV events, if it does not say so itself."""
+
+    enabled: bool = True
+    endpoint: str | None = None
+    """Of its first rank; those of others follow by port."""
+    replay: str | None = None
+    topic: str = ""
+    bind: bool = False
+    """The engine connects to the endpoint, so that the gateway has to listen there."""
+    poll: bool = False
+    """TensorRT-LLM: ask for events, which takes them from whoever else asks."""
+
+
+@dataclass(slots=True)
 class ModelConfig:
     """One model."""
 
     aliases: list[str] = field(default_factory=list)
     policy: str | None = None
     thinking: str = "auto"
-    """Text mode: whether the template keeps thinking of earlier turns: auto, strip_before_last_user, keep."""
+    """Text mode: what the template does with thinking of earlier turns: auto (by the model's name),
+    strip_before_last_user, keep, drop."""
+    tokenizer: str | None = None
+    """Token mode: a ``tokenizer.json``, or ``engine``: have the workers tokenise."""
+    template: str | None = None
+    """Token mode: the chat template, as a file of its own or in a ``tokenizer_config.json``."""
+    reuse: str = "auto"
+    """Where a cached prompt can be gone on from: any, checkpoints (hybrid models), auto: as the engine tells."""
+    checkpoints: str = "auto"
+    """Of hybrid models, where engines keep their state: auto (by the engine's kind), ends, boundary, every:N tokens."""
+    restore: Restore = field(default_factory=lambda: Restore())
 
 
 @dataclass(slots=True)
@@ -80,10 +114,16 @@ class WorkerConfig:
     kv_tokens: Count | None = None
     verify_tls: bool = True
     ca: str | None = None
+    events: EventsConfig = field(default_factory=EventsConfig)
 
     def spec(self) -> WorkerSpec:
         """For the fleet. Raises `ValueError` for a bad url."""
-        return WorkerSpec(**{each.name: getattr(self, each.name) for each in fields(self)})
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "events"}
+        events = self.events
+        source = None
+        if events.endpoint is not None or events.poll:
+            source = EventSource(events.endpoint or "", events.replay, events.topic, events.bind, events.poll)
+        return WorkerSpec(**told, events=source, listens=events.enabled)
 
 
 @dataclass(slots=True)

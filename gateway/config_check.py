@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway.config_reader import Problem
 from gateway.engines import all_engines
+from gateway.prompt import Thinking
 from gateway.workers import WorkerSpec
+from kv_index.checkpoints import Rule
 from policies.base import BadOption, UnknownPolicy, names as policy_names
 
 if TYPE_CHECKING:
-    from gateway.config import Config
+    from gateway.config import Config, EventsConfig, ModelConfig
 
 NAMELESS = frozenset(
     "authorization proxy-authorization x-api-key cookie forwarded x-forwarded-for x-real-ip "
@@ -54,8 +58,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         wrong("retries.budget", "is a share of the traffic: from 0 to 1")
     aliases: dict[str, str] = {}
     for name, model in config.models.items():
-        if model.thinking not in ("auto", "strip_before_last_user", "keep"):
-            wrong(f"models.{name}.thinking", f"{model.thinking!r} is not one of auto, strip_before_last_user, keep")
+        _check_model(f"models.{name}", model, wrong)
         for alias in model.aliases:
             if alias in config.models or aliases.setdefault(alias, name) != name:
                 wrong(f"models.{name}.aliases", f"{alias!r} already names a model")
@@ -68,6 +71,48 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         if not path.startswith("/"):
             wrong("passthrough", f"{path!r} is not a path: it must begin with /")
     return found
+
+
+def _check_model(key: str, model: ModelConfig, wrong: Any) -> None:
+    for option, known in (
+        ("thinking", ("auto", *Thinking)),
+        ("reuse", ("auto", "any", "checkpoints")),
+    ):
+        value = getattr(model, option)
+        if value not in known:
+            wrong(f"{key}.{option}", f"{value!r} is not one of {', '.join(known)}")
+    if model.checkpoints != "auto":
+        try:
+            Rule.of(model.checkpoints)
+        except ValueError as error:
+            wrong(f"{key}.checkpoints", f"{error}, auto")
+        if model.reuse == "any":
+            wrong(f"{key}.checkpoints", "has no meaning beside reuse: any: take one of them out")
+    for option in ("host", "disk", "shared"):
+        if getattr(model.restore, option) < 0:
+            wrong(f"{key}.restore.{option}", "must not be negative")
+    if model.template is not None and model.tokenizer is None:
+        wrong(f"{key}.template", "needs a tokenizer beside it")
+    for option in ("tokenizer", "template"):
+        path = getattr(model, option)
+        if path is not None and path != "engine" and not Path(path).is_file():
+            wrong(f"{key}.{option}", f"there is no file {path!r}")
+
+
+def _check_events(key: str, events: EventsConfig, wrong: Any) -> None:
+    for option in ("endpoint", "replay"):
+        told = getattr(events, option)
+        if told is not None and not _ENDPOINT.fullmatch(told):
+            wrong(f"{key}.{option}", f"{told!r} is not an endpoint: tcp://host:port or ipc://path is needed")
+    if events.endpoint is None and (events.replay is not None or events.bind or events.topic):
+        wrong(f"{key}.endpoint", "is needed beside what is told of it")
+    if events.poll and events.endpoint is not None:
+        wrong(f"{key}.poll", "is for engines that do not publish: take poll or endpoint out")
+    if events.endpoint is not None and "*" in events.endpoint and not events.bind:
+        wrong(f"{key}.endpoint", "a wildcard cannot be connected to: name the worker's host")
+
+
+_ENDPOINT = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}|ipc://\S+")
 
 
 def _check_policies(config: Config, wrong: Any) -> None:
@@ -134,6 +179,7 @@ def _check_workers(config: Config, wrong: Any) -> None:
         _check_secret(f"{key}.api_key", worker.api_key, wrong)
         if worker.engine is not None and worker.engine not in all_engines():
             wrong(f"{key}.engine", f"{worker.engine!r} is not one of {', '.join(all_engines())}")
+        _check_events(f"{key}.events", worker.events, wrong)
         if worker.role not in (None, "unified"):
             wrong(f"{key}.role", f"{worker.role!r} cannot be served: only 'unified' workers can")
 

@@ -40,7 +40,7 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
         Gauge(
             "warmroute_target_holding_pages",
             "Pages of 256 bytes that the target is believed to hold.",
-            lambda: [((t.name,), index.pages(t.id)) for t in targets.values()],
+            lambda: [((t.name,), index.radix.pages(t.id)) for t in targets.values()],
             ("target",),
         ),
         Gauge(
@@ -56,7 +56,7 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
         Gauge(
             "warmroute_target_evicted_pages",
             "Pages of the target's belief forgotten to respect its engine's capacity, since it joined.",
-            lambda: [((t.name,), index.evicted(t.id)) for t in targets.values()],
+            lambda: [((t.name,), index.radix.evicted(t.id)) for t in targets.values()],
             ("target",),
         ),
     ]
@@ -83,7 +83,7 @@ def _of_process(gateway: Gateway) -> list[Gauge]:
         Gauge(
             "warmroute_sessions_expired", "Sessions forgotten for idleness.", lambda: [((), gateway.sessions.expired)]
         ),
-        Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.bytes)]),
+        Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.radix.bytes)]),
         Gauge("warmroute_sessions", "Live sessions.", lambda: [((), len(gateway.sessions))]),
         Gauge("warmroute_connections", "Client connections.", lambda: [((), len(gateway.server.connections))]),
         Gauge("warmroute_exchanges", "Requests being answered.", lambda: [((), len(gateway.exchanges))]),

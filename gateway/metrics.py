@@ -196,6 +196,7 @@ class Metrics:
         self._requests()
         self._tokens()
         self._decisions()
+        self._events()
 
     def _requests(self) -> None:
         self.requests = Counter(
@@ -271,6 +272,30 @@ class Metrics:
             ("policy",),
         )
         self.lag = Histogram("warmroute_event_loop_lag_seconds", "How late the event loop woke up.", OVERHEAD)
+
+    def _events(self) -> None:
+        of = ("target",)
+        self.kv_batches = Counter("warmroute_kv_event_batches", "Batches of KV events applied.", of)
+        self.kv_stored = Counter("warmroute_kv_blocks_stored", "Blocks that KV events said were stored.", of)
+        self.kv_removed = Counter("warmroute_kv_blocks_removed", "Blocks that KV events said were removed.", of)
+        self.kv_unplaced = Counter(
+            "warmroute_kv_events_unplaced",
+            "KV events whose blocks could not be placed: an unknown parent, no room.",
+            of,
+        )
+        self.kv_unread = Counter("warmroute_kv_events_unread", "KV events that could not be read.", of)
+        self.kv_gaps = Counter("warmroute_kv_event_gaps", "Gaps in the order of batches.", of)
+        self.kv_replays = Counter("warmroute_kv_event_replays", "Replays that were asked for.", of)
+        self.index_moves = Counter(
+            "warmroute_index_moves",
+            "Steps on the ladder of belief: exact, predicted, session, none.",
+            ("target", "rung", "reason"),
+        )
+        self.token_fallbacks = Counter(
+            "warmroute_token_fallbacks",
+            "Requests of models with a tokenizer that were routed by text all the same, by why.",
+            ("model", "reason"),
+        )
 
     def tally(self, tenant: str, model: str, policy: str, target: str) -> Tally:
         """The cells of these labels."""

@@ -8,6 +8,7 @@ either. An engine that is busy answers late, not never.
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 
@@ -109,12 +110,13 @@ class Probe:
                 return generic
         raise Malformed("it answers like no engine")
 
-    async def ask(self, worker: Worker, path: str) -> Answer:
-        """GET ``path`` of ``worker``. Raises `WorkerFault`, or `NoConnection` where this machine lacks what it takes."""
+    async def ask(self, worker: Worker, path: str, method: str = "GET") -> Answer:
+        """``path`` of ``worker``. Raises `WorkerFault`, or `NoConnection` where this machine lacks what it takes."""
         assert self._session is not None
         key = worker.spec.api_key
         try:
-            async with self._session.get(
+            async with self._session.request(
+                method,
                 worker.url.rstrip("/") + path,
                 headers={"authorization": f"Bearer {key}"} if key else None,
                 ssl=worker.tls or True,
@@ -164,6 +166,10 @@ class Probe:
             return None
         details = usage.get("prompt_tokens_details")
         return isinstance(details, dict) and details.get("cached_tokens") is not None
+
+    async def poll_events(self, worker: Worker) -> Any:
+        """KV events of an engine that does not publish them but hands them out. Raises `WorkerFault` or `NoConnection`."""
+        return (await self.ask(worker, "/kv_cache_events", "POST")).json()
 
     # -- one worker -------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,44 @@
 Text mode: bytes. Dialects build it from their own messages; here is what they share.
 """
 
+import re
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 
 from msgspec import Raw
 from xxhash import xxh3_128_digest
 
 MARKS = 64
 """How many message ends before the last are told: a turn adds an answer, and for each tool two messages more."""
+
+
+class Thinking(StrEnum):
+    """What a chat template does with the thinking in earlier answers."""
+
+    STRIP = "strip_before_last_user"
+    """It stays only behind the last user message."""
+    KEEP = "keep"
+    DROP = "drop"
+    """None of it is ever shown."""
+
+    def shown_from(self, last_user: int, count: int) -> int:
+        """The first of ``count`` messages whose thinking is shown; ``last_user``: where the user spoke last."""
+        return 0 if self is Thinking.KEEP else count if self is Thinking.DROP else last_user
+
+
+FAMILIES = (
+    (r"deepseek-?r1|deepseek-?v3|nemotron", Thinking.DROP),
+    (r"minimax-?m[2-9]|kimi-?k2-?thinking|kimi-?k[3-9]", Thinking.KEEP),
+)
+"""Names of model families and what their templates do; all others strip, as Qwen's and most do."""
+
+
+def thinking_of(model: str) -> Thinking:
+    """What the template of ``model`` does with thinking, as far as its name tells."""
+    for pattern, thinking in FAMILIES:
+        if re.search(pattern, model, re.IGNORECASE):
+            return thinking
+    return Thinking.STRIP
 
 
 class Prompt:

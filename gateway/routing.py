@@ -4,22 +4,28 @@
 makes the choice true (counter, home, index, pin) and `Routing.settle` learns from the end. A dry run stops before commit.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
 from gateway.dialects import Reading, Usage
+from gateway.engines.events import namespace
 from gateway.errors import BadRequest, NotFound, NoWorker
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
-from gateway.prompt import Prompt
+from gateway.prompt import Prompt, Thinking, thinking_of
 from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant
 from gateway.workers import Target
-from kv_index.pages import EMPTY, SYMBOL, TEXT_PAGE, Pages, paginate
-from kv_index.radix import Node, RadixIndex
+from kv_index.checkpoints import Checkpoints, Rule
+from kv_index.index import PrefixIndex, Report
+from kv_index.pages import EMPTY, PAGE_TOKENS, SYMBOL, TEXT_PAGE, Pages, chain, names, paginate
+from kv_index.radix import Node
 from policies.base import Choice, Fleet as View, Policy, Request
+
+log = logging.getLogger("warmroute")
 
 PREFIX_PAGES = 4
 """Pages of a prompt's start that `prefix_hash` hashes: about a kilobyte."""
@@ -29,11 +35,6 @@ BYTES_PER_TOKEN = 4.0
 
 LEARNING = 0.05
 
-DOUBTED = 256
-"""Tokens below which a difference between belief and report says nothing."""
-DOUBTS = 3
-"""Reports in a row that find nothing where much was believed, after which a target is believed to hold nothing."""
-
 
 @dataclass(slots=True, eq=False)
 class Model:
@@ -41,7 +42,13 @@ class Model:
 
     name: str
     policy: Policy
-    keeps_thinking: bool = False
+    thinking: Thinking = Thinking.STRIP
+    rule: Rule | None = None
+    """Where its engines can resume a prompt, if not anywhere."""
+    by_ids: bool = False
+    """Whether its prompts are routed by token ids."""
+    told: bool = False
+    """Whether it was said that its engines' events are of no use without token ids."""
     ordinal: int = 0
     bytes_per_token: float = BYTES_PER_TOKEN
     taught: int = 0
@@ -63,10 +70,13 @@ class Ask:
         "context",
         "depth",
         "end",
+        "exact",
         "found",
+        "ids",
         "model",
         "namespace",
         "new_session",
+        "page",
         "pages",
         "pin",
         "policy",
@@ -74,11 +84,16 @@ class Ask:
         "prompt",
         "reading",
         "request",
+        "routed",
+        "salt",
         "scope",
         "session",
+        "shadow",
         "size",
+        "start",
         "tenant",
         "turn",
+        "used",
     )
 
     def __init__(self, tenant: Tenant, model: Model | None, policy: Policy, reading: Reading) -> None:
@@ -98,6 +113,22 @@ class Ask:
         """What its session will be found by, if by content; see `Sessions.end_of`."""
         self.pages: Pages = EMPTY
         self.depth: Mapping[int, int] = {}
+        self.page = 0.0
+        """Tokens in one of its pages."""
+        self.ids: bytes | None = None
+        """Token ids of the prompt, little-endian u32 each; ``None`` in text mode."""
+        self.start = 0
+        """Where the chain of its ids begins: adapter and salt."""
+        self.salt: str | None = None
+        """The cache salt that its engine will see."""
+        self.exact: Mapping[int, int] = {}
+        """target id -> what its events say that it holds."""
+        self.routed = 0
+        """What routing alone would have predicted of the chosen target."""
+        self.shadow: int | None = None
+        """What events alone would have predicted of it; ``None`` where they are not asked."""
+        self.used: float | None = None
+        """When the session's last prompt was sent to the chosen target; ``None`` if that was elsewhere."""
         self.namespace = b""
         self.scope = 0
         self.request = Request()
@@ -123,24 +154,33 @@ class Options:
     aliases: dict[str, str] = field(default_factory=dict)
     configured: frozenset[str] = frozenset()
     """Models that the configuration names: known even when nobody serves them."""
-    thinking: dict[str, str] = field(default_factory=dict)
-    """Model -> ``keep`` where its template keeps all thinking."""
+    thinking: dict[str, Thinking] = field(default_factory=dict)
+    """Model -> what its template does with thinking; models that are not in it: by their name."""
+    rules: dict[str, Rule | None] = field(default_factory=dict)
+    """Hybrid models -> where their engines can resume a prompt; ``None``: by the engine's kind."""
+    anywhere: frozenset[str] = frozenset()
+    """Models that can be resumed anywhere, whatever their engine says."""
+    restore: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Model -> seconds to bring back one token from host, disk, shared store."""
+    by_ids: frozenset[str] = frozenset()
+    """Models whose prompts are routed by token ids."""
     most_models: int = 1024
 
 
 class Routing:
     """See the module's head. Times are seconds on the loop's clock."""
 
-    def __init__(self, fleet: Fleet, sessions: Sessions, index: RadixIndex, metrics: Metrics, options: Options) -> None:
+    def __init__(
+        self, fleet: Fleet, sessions: Sessions, index: PrefixIndex, metrics: Metrics, options: Options
+    ) -> None:
         self.fleet = fleet
         self.sessions = sessions
         self.index = index
         self.metrics = metrics
         self.options = options
         self.models: dict[str, Model] = {}
+        self.checkpoints = Checkpoints()
         self._default = options.default()
-        self._doubting: set[int] = set()
-        """Targets whose reports have long contradicted what is believed of them."""
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -166,12 +206,21 @@ class Routing:
         if model is None:
             if len(self.models) >= options.most_models:
                 self.models.pop(next(iter(self.models)))
-            keeps = options.thinking.get(name) == "keep"
+            thinking = options.thinking.get(name) or thinking_of(name)
             policy = options.policies.get(name) or self._default
             # An engine that lists no models takes any name: such names are a client's, and no label.
             label = name if self._known(name) else "unlisted"
-            model = self.models[name] = Model(name, policy, keeps, label=label)
+            rule = self._rule_of(name)
+            model = self.models[name] = Model(name, policy, thinking, rule, name in options.by_ids, label=label)
         return model
+
+    def _rule_of(self, name: str) -> Rule | None:
+        """Where engines can resume a prompt, if its model is hybrid."""
+        options, workers = self.options, self.fleet.serving(name)
+        if name not in options.rules and (name in options.anywhere or not any(w.facts.hybrid for w in workers)):
+            return None
+        by_kind = Rule(boundary=True) if {worker.facts.engine for worker in workers} <= {"vllm"} else Rule(ends=True)
+        return options.rules.get(name) or by_kind
 
     def _known(self, name: str) -> bool:
         return name in self.options.configured or name in self.fleet.known_models
@@ -185,9 +234,14 @@ class Routing:
         now: float,
         *,
         memo: dict[object, object] | None = None,
+        ids: bytes | None = None,
+        salt: Callable[[Ask], str] | None = None,
         dry: bool = False,
     ) -> Ask:
-        """Gather what the policy needs. Makes the session if it is new, unless ``dry``; changes nothing else."""
+        """Gather what the policy needs. Makes the session if it is new, unless ``dry``; changes nothing else.
+
+        ``ids``: token ids of the prompt, where the gateway made them. ``salt`` makes the cache salt of isolated tenants.
+        """
         if reading.model is not None:
             # Before it is looked for: what a tenant may not use it is not told of either.
             tenant.check_model(reading.model)
@@ -210,7 +264,7 @@ class Routing:
                 ask.session = self.sessions.find(found, tenant.name, model.name, now, dry)
                 ask.found = found.source
         if policy.needs_prefix or ask.session is None:
-            ask.prompt = reading.make_prompt(model.keeps_thinking)
+            ask.prompt = reading.make_prompt(model.thinking)
             ask.size = len(ask.prompt.text)
             if ask.session is None and policy.needs_session:
                 ask.scope = xxh3_64_intdigest(ask.namespace, tenant.seed)
@@ -224,7 +278,17 @@ class Routing:
             request.home = session.home
             request.siblings = session.running
         if policy.needs_prefix and ask.prompt is not None:
-            self._match(ask, ask.prompt, model)
+            if ids is None and reading.ids is not None:
+                ids = reading.ids()
+            if ids is None:
+                self._match(ask, ask.prompt, model)
+            else:
+                ask.ids = ids
+                if salt is not None and tenant.isolated:
+                    ask.salt = salt(ask)
+                elif reading.salt is not None:
+                    ask.salt = reading.salt()
+                self._match_ids(ask, ids, model)
         return ask
 
     def _check_model(self, tenant: Tenant, reading: Reading, model: Model | None) -> None:
@@ -247,13 +311,13 @@ class Routing:
         symbols = pages.symbols
         if len(symbols) >= PREFIX_PAGES * SYMBOL:
             request.prefix = xxh3_64_intdigest(symbols[: PREFIX_PAGES * SYMBOL])
-        ask.depth = depth = self.index.match(ask.namespace, symbols).depths
+        ask.depth = depth = self.index.radix.match(ask.namespace, symbols).depths
         tokens = size / model.bytes_per_token
         if session is not None and session.prompt_tokens is not None and size >= session.prompt_bytes:
             tokens = session.prompt_tokens + (size - session.prompt_bytes) / model.bytes_per_token
         count = request.tokens = max(1, int(tokens))
+        scale = ask.page = TEXT_PAGE * count / (size or 1)
         if depth:
-            scale = TEXT_PAGE * count / size
             most = count - 1
             # Many hold the same shared start: as few conversions as there are depths.
             counts = {pages: min(int(pages * scale), most) for pages in set(depth.values())}
@@ -261,14 +325,68 @@ class Routing:
                 holdings = dict.fromkeys(depth, counts.popitem()[1])
             else:
                 holdings = {target: counts[pages] for target, pages in depth.items()}
-            for doubted in self._doubting:
-                holdings.pop(doubted, None)
+            if self.index.low:
+                for target in [target for target in self.index.low if target in holdings]:
+                    if not self.index.believed(target, request.home):
+                        del holdings[target]
+            if model.rule is not None:
+                along = prefixes_of_text(symbols)
+                holdings = self.checkpoints.usable(along, holdings, page=scale)
             if session is not None and session.tail_target is not None:
-                self._open_tail(session, symbols, depth, holdings, most)
+                self._open_tail(session, symbols, depth, holdings, most, model.rule)
             request.holdings = holdings
 
+    def _match_ids(self, ask: Ask, ids: bytes, model: Model) -> None:
+        """The same by token ids: exact counts, exact where events tell, true to the engines' blocks."""
+        session, request = ask.session, ask.request
+        ask.start = namespace(self._adapter(model.name), ask.salt)
+        ask.page = float(PAGE_TOKENS)
+        ask.namespace += b"\x00ids"
+        ask.pages = pages = chain(ids, ask.start, session.pages if session is not None else None)
+        symbols = pages.symbols
+        if len(symbols) >= PREFIX_PAGES * SYMBOL:
+            request.prefix = xxh3_64_intdigest(symbols[: PREFIX_PAGES * SYMBOL])
+        count = request.tokens = max(1, len(ids) // 4)
+        found = self.index.match(ask.namespace, symbols, ids, ask.start, request.home, events=not ask.reading.apart)
+        ask.depth, ask.exact = found.depths, found.exact
+        held = found.tokens
+        if model.rule is not None and held:
+            # What events tell of the groups of a hybrid model is usable as it is.
+            told = {target: tokens for target, tokens in held.items() if found.exact.get(target, 0) >= tokens}
+            held = (
+                {**self.checkpoints.usable(names(symbols), held, ids), **told}
+                if told
+                else self.checkpoints.usable(names(symbols), held, ids)
+            )
+        if session is not None and session.tail_target is not None:
+            at = self.index.trust.get(session.tail_target)
+            if at is None or not at.exact:
+                self._open_tail(session, symbols, found.depths, held, count - 1, model.rule)
+        request.restored = found.restored
+        request.holdings = {target: self._usable(target, tokens, count) for target, tokens in held.items()}
+
+    def _usable(self, target: int, held: int, count: int) -> int:
+        """Never the last token, and whole blocks of that engine."""
+        at = self.fleet.targets.get(target)
+        block = (at.worker.facts.block_size if at is not None else None) or 1
+        return min(held, count - 1) // block * block
+
+    def _adapter(self, model: str) -> str | None:
+        """The name of the adapter that a model is, as its engine tells it in events."""
+        for worker in self.fleet.serving(model):
+            for served in worker.facts.models:
+                if served.name == model:
+                    return model if served.parent is not None else None
+        return None
+
     def _open_tail(
-        self, session: Session, symbols: bytes, depth: Mapping[int, int], holdings: dict[int, int], most: int
+        self,
+        session: Session,
+        symbols: bytes,
+        depth: Mapping[int, int],
+        holdings: dict[int, int],
+        most: int,
+        rule: Rule | None,
     ) -> None:
         """Count what was generated after the session's last prompt, where this one goes on from there."""
         at = session.tail_target
@@ -280,7 +398,11 @@ class Routing:
             and depth.get(at, 0) * SYMBOL >= len(before) > 0
             and symbols.startswith(before)
         ):
-            holdings[at] = max(holdings[at], min(session.prompt_tokens + session.tail_tokens, most))
+            tail = session.prompt_tokens + session.tail_tokens
+            if rule is not None:
+                tail = rule.resumed(session.prompt_tokens, session.tail_tokens)
+            if tail and self.index.believed(at, at):
+                holdings[at] = max(holdings.get(at, 0), min(tail, most))
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -312,10 +434,36 @@ class Routing:
         if request.tokens is not None:
             held = request.holdings.get(target.id, 0)
             ask.predicted = ask.context = min(held, request.tokens)
-            place = self.index.insert(ask.namespace, ask.pages.symbols, target.id, now)
-            self.index.pin(place, target.id)
+            self._note(ask, target)
+            place = self.index.sent(ask.namespace, ask.pages.symbols, target.id, now, ask.ids is not None)
+            if session is not None:
+                session.sent, session.sent_to = now, target.id
             ask.committed = now
             ask.pin = (place, target.id)
+
+    def _note(self, ask: Ask, target: Target) -> None:
+        """What else could have been predicted of ``target``: the answer will tell who was right."""
+        session, id_ = ask.session, target.id
+        assert ask.predicted is not None
+        ask.routed = max(ask.predicted, int(ask.depth.get(id_, 0) * ask.page))
+        trust = self.index.trust.get(id_)
+        if trust is not None and trust.fed:
+            if ask.ids is None:
+                self._tell_useless(ask.model)
+            elif not ask.reading.apart:
+                ask.shadow = self._usable(id_, ask.exact.get(id_, 0), ask.request.tokens or 1)
+                ask.routed = int(ask.depth.get(id_, 0) * ask.page)
+        ask.used = session.sent if session is not None and session.sent_to == id_ else None
+
+    def _tell_useless(self, model: Model | None) -> None:
+        if model is not None and not model.told and not model.by_ids:
+            model.told = True
+            log.warning(
+                "engines of %s publish KV events, but its prompts are routed by text, which events cannot be compared "
+                "with: what their caches hold stays predicted (cure: models.%s.tokenizer and .template)",
+                model.name,
+                model.name,
+            )
 
     def _bind(self, ask: Ask, session: Session, target: Target, choice: Choice) -> None:
         before = session.home
@@ -347,8 +495,7 @@ class Routing:
         if ask.pin is not None:
             place, at = ask.pin
             ask.pin = None
-            self.index.unpin(place, at)
-            self.index.forget(ask.namespace, ask.pages.symbols, at, ask.depth.get(at, 0), ask.committed)
+            self.index.undone(ask.namespace, ask.pages.symbols, at, place, ask.depth.get(at, 0), ask.committed)
         if session is not None and session.home == target.id and ask.request.home != target.id:
             self.sessions.unbind(session)
             if ask.request.home is not None:
@@ -356,11 +503,12 @@ class Routing:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def settle(self, ask: Ask, target: Target, usage: Usage | None) -> None:
+    def settle(self, ask: Ask, target: Target, usage: Usage | None, now: float) -> None:
         """The request was answered; ``usage`` is what the engine reported, if it did."""
         session, model = ask.session, ask.model
         if ask.pin is not None:
-            self.index.unpin(*ask.pin)
+            place, at = ask.pin
+            self.index.landed(ask.namespace, ask.pages.symbols, at, place, ask.committed, now)
             ask.pin = None
         if session is not None:
             session.running = max(0, session.running - 1)
@@ -369,9 +517,11 @@ class Routing:
         if model is None or size is None:
             return
         if usage is not None and usage.cached is not None and ask.predicted is not None and usage.prompt:
-            self._believe(target, ask.predicted, usage.cached, usage.prompt)
-        if usage is not None and usage.prompt and size >= TEXT_PAGE:
+            self._report(ask, target, ask.predicted, usage.cached, usage.prompt, now)
+        if usage is not None and usage.prompt and size >= TEXT_PAGE and ask.ids is None:
             self._teach(model, size / usage.prompt)
+        if model.rule is not None:
+            self._checkpoint(ask, target, model.rule, usage)
         if session is None:
             return
         if ask.end is not None:
@@ -379,30 +529,37 @@ class Routing:
         self.sessions.keep_pages(session, ask.pages)
         session.prompt_bytes = size
         session.prompt_tokens = usage.prompt if usage is not None else None
-        session.tail_tokens = (usage.completion or 0) if usage is not None else 0
+        if session.prompt_tokens is None and ask.ids is not None:
+            session.prompt_tokens = len(ask.ids) // 4
+        # Of the last token that was sampled nothing was computed.
+        session.tail_tokens = max(0, (usage.completion or 0) - 1) if usage is not None else 0
         session.tail_target = target.id
 
-    def _believe(self, target: Target, predicted: int, cached: int, prompt: int) -> None:
-        """Correct what is believed of ``target`` by what it found in its cache.
+    def _report(self, ask: Ask, target: Target, predicted: int, cached: int, prompt: int, now: float) -> None:
+        """Have what is believed of ``target`` corrected by what it found in its cache."""
+        session = ask.session
+        told = Report(
+            predicted,
+            cached,
+            prompt,
+            ask.routed,
+            ask.shadow,
+            session is not None and ask.request.home == target.id,
+            ask.used,
+            ask.page or float(PAGE_TOKENS),
+            target.worker.facts.block_size or PAGE_TOKENS,
+        )
+        self.index.report(target.id, told, now)
 
-        Nothing found where much was believed, several times in a row: its cache was emptied, or is off; all of it is
-        forgotten, and nothing is predicted there until it finds something again. Some missing: its cache is smaller than
-        it seems (or shared with others): the oldest beliefs go.
-        """
-        if predicted >= DOUBTED and cached < 0.1 * predicted:
-            target.doubts += 1
-            if target.doubts == DOUBTS:
-                self.index.clear(target.id)
-                self._doubting.add(target.id)
-                return
-        elif cached:
-            target.doubts = 0
-            self._doubting.discard(target.id)
-        if predicted - cached > max(DOUBTED, 0.05 * prompt):
-            target.trusted_size = max(0.2, target.trusted_size * 0.97)
-            self._fit(target)
-        elif target.trusted_size < 1.0 and predicted >= DOUBTED:
-            target.trusted_size = min(1.0, target.trusted_size * 1.002)
+    def _checkpoint(self, ask: Ask, target: Target, rule: Rule, usage: Usage | None) -> None:
+        """Its engine kept states along this prompt."""
+        count = usage.prompt if usage is not None and usage.prompt else ask.request.tokens
+        if count is None:
+            return
+        along = names(ask.pages.symbols) if ask.ids is not None else prefixes_of_text(ask.pages.symbols)
+        page = float(PAGE_TOKENS) if ask.ids is not None else TEXT_PAGE * count / (ask.size or 1)
+        for tokens in rule.positions(count, target.worker.facts.block_size or PAGE_TOKENS):
+            self.checkpoints.put(target.id, along, tokens, ask.ids or b"", page)
 
     def _teach(self, model: Model, ratio: float) -> None:
         """Bytes a token, as one request shows it; capacities follow."""
@@ -413,6 +570,17 @@ class Routing:
         model.bytes_per_token += weight * (ratio - model.bytes_per_token)
         if model.taught & (model.taught - 1) == 0 or model.taught % 256 == 0:
             self.fit_capacities()
+
+    def described(self) -> None:
+        """What is known of the workers changed."""
+        for model in self.models.values():
+            model.rule = self._rule_of(model.name)
+        for worker in self.fleet.workers.values():
+            told = self.options.restore.get(worker.facts.models[0].name) if worker.facts.models else None
+            for target in worker.targets:
+                if told is not None and not target.calibration.restores:
+                    target.rates.restore = told
+        self.fit_capacities()
 
     def fit_capacities(self) -> None:
         """Tell the index how many pages each engine's cache is."""
@@ -425,9 +593,8 @@ class Routing:
         known = self.models.get(facts.models[0].name) if facts.models else None
         ratio = known.bytes_per_token if known is not None else BYTES_PER_TOKEN
         tokens = facts.kv_tokens
-        pages = None if tokens is None else int(tokens * target.trusted_size * ratio / TEXT_PAGE)
-        if self.index.capacity(target.id) != pages:
-            self.index.set_capacity(target.id, pages)
+        page = PAGE_TOKENS if known is not None and known.by_ids else TEXT_PAGE / ratio
+        self.index.set_size(target.id, None if tokens is None else int(tokens / page))
 
     # -- the dry run ------------------------------------------------------------------------------------------------
 
@@ -471,6 +638,15 @@ class Routing:
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)
         return None if found is None else found.name
+
+
+def prefixes_of_text(symbols: bytes) -> list[int]:
+    """Names of the prefixes of a prompt of text: its symbols say nothing of what stands before them."""
+    found, before = [], 0
+    for at in range(0, len(symbols), SYMBOL):
+        before = xxh3_64_intdigest(symbols[at : at + SYMBOL], before)
+        found.append(before)
+    return found
 
 
 def draw_of(request_id: bytes) -> int:

@@ -13,7 +13,7 @@ from time import monotonic
 
 from gateway.admin import AdminSite
 from gateway.app import Gateway
-from gateway.config import Config
+from gateway.config import Config, ModelConfig
 from gateway.engines.audit import lines as audit_lines
 from gateway.fleet import Fleet
 from gateway.http.limits import Inward, Outward
@@ -21,10 +21,15 @@ from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
 from gateway.metrics import Metrics
 from gateway.probe import Probe
+from gateway.prompt import Thinking
 from gateway.routing import Options
 from gateway.sessions import Sessions
+from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
 from gateway.workers import Worker, WorkerSpec
+from kv_index.blocks import BlockIndex
+from kv_index.checkpoints import Rule
+from kv_index.index import PrefixIndex, Rung
 from kv_index.radix import RadixIndex
 
 log = logging.getLogger("warmroute")
@@ -45,7 +50,8 @@ class Running:
     def __init__(self, config: Config) -> None:
         self.config = config
         limits_in, limits_out = make_limits(config)
-        self.index = RadixIndex(config.index.max_bytes)
+        most = config.index.max_bytes
+        self.index = PrefixIndex(RadixIndex(most), BlockIndex(most), self._moved)
         self.metrics = Metrics()
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
         self.sessions = Sessions(
@@ -76,6 +82,7 @@ class Running:
             load_seconds=config.probes.load,
             join_seconds=config.probes.join,
         )
+        self.subscriptions = Subscriptions(self.index, self.metrics, self.probe.poll_events)
         self.fleet.went_down = self.gateway.worker_down
         self.admin = AdminSite(self)
         self.port = 0
@@ -133,6 +140,7 @@ class Running:
             exchange.client.abort()
             exchange.client_gone()
         await self.probe.stop()
+        await self.subscriptions.stop()
         if self._upkeep is not None:
             self._upkeep.cancel()
             await asyncio.gather(self._upkeep, return_exceptions=True)
@@ -165,7 +173,7 @@ class Running:
         for worker in self.fleet.workers.values():
             small = False
             for target in worker.targets:
-                evicted, capacity = self.index.evicted(target.id), self.index.capacity(target.id)
+                evicted, capacity = self.index.radix.evicted(target.id), self.index.radix.capacity(target.id)
                 gone = evicted - self._evicted.get(target.id, 0)
                 self._evicted[target.id] = evicted
                 small = small or (capacity is not None and gone > capacity * CHURN)
@@ -188,13 +196,15 @@ class Running:
         self.fleet.remove(worker)
         self._audited.pop(worker.id, None)
         for target in worker.targets:
+            self.subscriptions.leave(target)
             self.index.remove(target.id)
             self._evicted.pop(target.id, None)
         for name in names:
             self.metrics.drop_target(name)
 
     def _described(self, worker: Worker) -> None:
-        self.gateway.routing.fit_capacities()
+        self.gateway.routing.described()
+        self.subscriptions.watch(worker)
         self._warn(worker)
 
     def _warn(self, worker: Worker) -> None:
@@ -207,6 +217,21 @@ class Running:
 
     def _forget(self, target: int) -> None:
         self.gateway.forget_target(target)
+        self.subscriptions.doubt(target)
+
+    def _moved(self, target: int, before: Rung, after: Rung, reason: str) -> None:
+        found = self.fleet.targets.get(target)
+        if found is None:
+            return
+        self.metrics.index_moves.add((found.name, after.value, reason))
+        log.log(
+            logging.INFO if after is Rung.EXACT else logging.WARNING,
+            "what %s holds is %s now, not %s: %s",
+            found.name,
+            after.value,
+            before.value,
+            reason,
+        )
 
     def _homes(self, target: int, change: int) -> None:
         found = self.fleet.targets.get(target)
@@ -273,8 +298,19 @@ def make_options(config: Config) -> Options:
         policies={name: config.make_policy(model.policy) for name, model in config.models.items() if model.policy},
         aliases={alias: name for name, model in config.models.items() for alias in model.aliases},
         configured=frozenset(config.models),
-        thinking={name: model.thinking for name, model in config.models.items()},
+        thinking={name: Thinking(model.thinking) for name, model in config.models.items() if model.thinking != "auto"},
+        rules={name: _rule(model) for name, model in config.models.items() if model.reuse == "checkpoints"},
+        anywhere=frozenset(name for name, model in config.models.items() if model.reuse == "any"),
+        by_ids=frozenset(name for name, model in config.models.items() if model.tokenizer is not None),
+        restore={
+            name: (model.restore.host / 1e3, model.restore.disk / 1e3, model.restore.shared / 1e3)
+            for name, model in config.models.items()
+        },
     )
+
+
+def _rule(model: ModelConfig) -> Rule | None:
+    return None if model.checkpoints == "auto" else Rule.of(model.checkpoints)
 
 
 def keep_heap() -> None:

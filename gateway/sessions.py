@@ -87,6 +87,9 @@ class Session:
     tail_tokens: int = 0
     """Tokens generated after the last prompt, held by ``tail_target`` but not yet known as text."""
     tail_target: int | None = None
+    sent: float = 0.0
+    """When its last prompt was sent."""
+    sent_to: int | None = None
     used: float = 0.0
     turns: int = 0
     running: int = 0

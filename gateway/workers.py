@@ -48,6 +48,20 @@ class ServedModel:
 
 
 @dataclass(slots=True)
+class EventSource:
+    """Where one rank publishes its KV events."""
+
+    endpoint: str
+    replay: str | None = None
+    """Where batches that were missed can be asked for."""
+    topic: str = ""
+    bind: bool = False
+    """The engine connects to us there, and not we to it."""
+    poll: bool = False
+    """They are not published but asked for (TensorRT-LLM), which takes them from whoever else asks."""
+
+
+@dataclass(slots=True)
 class Facts:
     """What an engine says of itself; ``None`` where it does not."""
 
@@ -62,6 +76,12 @@ class Facts:
     max_running: int | None = None
     started: float | None = None
     """The engine's start, Unix seconds: a change is a restart."""
+    events: list[EventSource] = field(default_factory=list)
+    """Where each rank publishes its KV events; empty: nowhere."""
+    hybrid: bool = False
+    """Whether it keeps recurrent state, so that prompts can be resumed at checkpoints only."""
+    injects_usage: bool = False
+    """Whether it takes ``stream_options``."""
     missing: list[str] = field(default_factory=list)
     """Codes of `engines.audit`: what the engine does not offer."""
 
@@ -89,6 +109,10 @@ class WorkerSpec:
     kv_tokens: int | None = None
     verify_tls: bool = True
     ca: str | None = None
+    events: EventSource | None = None
+    """Where its first rank publishes; ``None``: as its engine says."""
+    listens: bool = True
+    """Whether its KV events are listened to."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -113,13 +137,11 @@ class Target(TargetView):
         "breaker",
         "calibration",
         "charged",
-        "doubts",
         "load_report",
         "paused_firmly",
         "paused_until",
         "queued",
         "rank",
-        "trusted_size",
         "worker",
     )
 
@@ -129,10 +151,6 @@ class Target(TargetView):
         self.rank = rank
         self.breaker = Breaker()
         self.calibration = Calibration()
-        self.doubts = 0
-        """Answers in a row that found nothing where much was believed to be held."""
-        self.trusted_size = 1.0
-        """The part of its cache's size that its answers let us count on."""
         self.charged = 0.0
         """Seconds of our own prefills in front."""
         self.queued = 0.0

@@ -137,6 +137,19 @@ class RadixIndex:
         state = self._targets.get(target)
         return state.evicted if state else 0
 
+    def younger(self, target: int, than: float) -> int:
+        """Pages of ``target`` that were used after ``than``. Costs what it holds."""
+        state = self._targets.get(target)
+        seen: set[Node] = set()
+        pages = 0
+        for _, _, leaf in state.heap if state is not None else ():
+            node: Node | None = leaf
+            while node is not None and node not in seen and node.held.get(target, -inf) > than:
+                seen.add(node)
+                pages += len(node.edge) // SYMBOL
+                node = node.parent
+        return pages
+
     def capacity(self, target: int) -> int | None:
         """Pages that ``target`` can hold; ``None`` when not known."""
         state = self._targets.get(target)

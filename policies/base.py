@@ -32,6 +32,8 @@ class Rates:
     """Seconds for each uncached token and each token before it."""
     decode: float = 1e-4
     """Seconds by which one running decode lengthens one step of the others."""
+    restore: tuple[float, float, float] = (1e-5, 5e-5, 1e-4)
+    """Seconds to bring one token's KV back to the device from host memory, disk, a shared store."""
 
     def prefill(self, uncached: float, context: float) -> float:
         """Seconds to prefill ``uncached`` tokens behind ``context`` tokens."""
@@ -94,6 +96,8 @@ class Request:
     """Other requests of the same session that run now."""
     prefix: int | None = None
     """64-bit hash of the prompt's start; ``None`` when shorter than that."""
+    restored: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
+    """target id -> how many of its holding must first be brought back from host, disk, a shared store; absent is none."""
 
     @property
     def key(self) -> int:
@@ -124,11 +128,12 @@ class Terms(NamedTuple):
     prefill: float = 0.0
     interference: float = 0.0
     placement: float = 0.0
+    restore: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds in all."""
-        return self.wait + self.prefill + self.interference + self.placement
+        return self.wait + self.prefill + self.interference + self.placement + self.restore
 
 
 class Choice(NamedTuple):

@@ -10,7 +10,7 @@ from math import inf
 from operator import attrgetter
 
 from policies.base import Candidate, Choice, Fleet, Request, Target, affinities, number
-from policies.cost import homed, interference, placement_bound, terms, turn
+from policies.cost import homed, interference, placement_bound, restore, terms, turn
 
 _homes = attrgetter("homes")
 
@@ -103,6 +103,10 @@ def _at_once(request: Request, fleet: Fleet, least_homed: float | None) -> list[
             target, held = targets[at], min(held, tokens)
             more = rates.prefill(tokens - held, held)
             costs[at] += more - prefill + target.busy * (interference(rates, more) - drag)
+    for id_ in request.restored:
+        at = positions.get(id_)
+        if at is not None:
+            costs[at] += restore(request, targets[at])
     if one_turn and request.home is not None and (at := positions.get(request.home)) is not None:
         costs[at] -= min(targets[at].homes * one_turn - (least_homed or 0.0), placement_bound(rates, tokens))
     return costs

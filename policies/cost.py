@@ -1,6 +1,6 @@
 """Seconds: what it costs to send a request to a target.
 
-``wait + prefill + interference + placement``, each defined below. All rates come from the target (`Rates`), which the
+``wait + prefill + restore + interference + placement``, each defined below. All rates come from the target (`Rates`), which the
 gateway learns; nothing here is a tuning knob.
 """
 
@@ -44,6 +44,15 @@ def placement_bound(rates: Rates, tokens: int) -> float:
     return rates.prefill(tokens, 0) + BEYOND * turn(rates)
 
 
+def restore(request: Request, target: Target) -> float:
+    """Seconds to bring what ``target`` holds of the prompt below its device back to it."""
+    told = request.restored.get(target.id)
+    if told is None:
+        return 0.0
+    host, disk, shared = target.rates.restore
+    return told[0] * host + told[1] * disk + told[2] * shared
+
+
 def terms(request: Request, target: Target, least_homed: float | None) -> Terms:
     """Cost of ``request`` on ``target``.
 
@@ -61,4 +70,5 @@ def terms(request: Request, target: Target, least_homed: float | None) -> Terms:
     wait = target.wait
     if target.share < 1.0:
         wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))
-    return Terms(wait, prefill, target.busy * interference(rates, prefill) if target.busy else 0.0, placement)
+    drag = target.busy * interference(rates, prefill) if target.busy else 0.0
+    return Terms(wait, prefill, drag, placement, restore(request, target) if request.restored else 0.0)

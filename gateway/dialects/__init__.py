@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from typing import NamedTuple, Protocol
 
 from gateway.errors import Fault
-from gateway.prompt import Prompt
+from gateway.prompt import Prompt, Thinking
 
 
 class Usage(NamedTuple):
@@ -37,15 +37,19 @@ class Reading:
     """What routing needs of one request's body."""
 
     __slots__ = (
+        "apart",
         "conversation",
         "guarded",
+        "ids",
         "make_prompt",
         "model",
         "namespace",
         "opaque",
         "previous",
+        "salt",
         "session",
         "stream",
+        "untold",
     )
 
     def __init__(self) -> None:
@@ -63,8 +67,16 @@ class Reading:
         """``previous_response_id``: state that one worker has."""
         self.conversation: str | None = None
         """``conversation``: state that one worker has."""
-        self.make_prompt: Callable[[bool], Prompt] | None = None
-        """Builds the canonical prompt, told whether the template keeps all thinking; ``None`` when there is none."""
+        self.salt: Callable[[], str | None] | None = None
+        """The client's own ``cache_salt``; ``None`` when it gave none."""
+        self.apart = False
+        """Its cache is kept apart by something that engines do not tell in their events."""
+        self.ids: Callable[[], bytes | None] | None = None
+        """The prompt's token ids, little-endian u32 each, where the client gave those."""
+        self.untold = False
+        """It streams and did not ask for usage, in a dialect in which the gateway may."""
+        self.make_prompt: Callable[[Thinking], Prompt] | None = None
+        """Builds the canonical prompt, told what the template does with thinking; ``None`` when there is none."""
 
 
 class Dialect(Protocol):

@@ -14,7 +14,7 @@ from gateway.dialects.fields import (
 from gateway.dialects.openai import object_at
 from gateway.errors import Fault
 from gateway.http.sse import payload
-from gateway.prompt import Prompt, digest, encode
+from gateway.prompt import Prompt, Thinking, digest, encode
 
 BILLING = "x-anthropic-billing-header:"
 """A line that Claude Code puts first and changes on every request; engines strip it, so must the key."""
@@ -70,7 +70,7 @@ class Anthropic:
         if request is None:
             return reading
         if route.generates:
-            reading.make_prompt = lambda keeps: messages_prompt(request, keeps)
+            reading.make_prompt = lambda thinking: messages_prompt(request, thinking)
         return reading
 
     def error(self, fault: Fault) -> bytes:
@@ -144,7 +144,7 @@ def _kind(fault: Fault) -> str:
     return _KINDS.get(fault.status) or ("invalid_request_error" if fault.status < 500 else "api_error")
 
 
-def messages_prompt(request: Messages, keeps_thinking: bool) -> Prompt:
+def messages_prompt(request: Messages, thinking: Thinking) -> Prompt:
     """Tools, system, messages, as the engines' templates order them; the billing line is left out."""
     parts: list[bytes | Raw] = []
     for field in (request.thinking, request.tools):
@@ -158,10 +158,11 @@ def messages_prompt(request: Messages, keeps_thinking: bool) -> Prompt:
             parts.append(encode(_without_billing(block.text or "")))
     messages = request.messages or []
     last_user = 0
-    if not keeps_thinking:
+    if thinking is not Thinking.KEEP:
         for at, message in enumerate(messages):
             if message.role == "user" and not _only_results(message):
                 last_user = at
+    shown = thinking.shown_from(last_user, len(messages))
     ends: list[int] = []
     for at, message in enumerate(messages):
         parts += (b"\x00\x02", encode(message.role or ""), b"\x00\x03")
@@ -169,7 +170,7 @@ def messages_prompt(request: Messages, keeps_thinking: bool) -> Prompt:
             parts.append(encode(message.content))
         else:
             for block in message.content or []:
-                _block(parts, block, thinking=at >= last_user)
+                _block(parts, block, thinking=at >= shown)
         ends.append(len(parts))
     asks = bool(messages) and messages[-1].role == "user" and not _only_results(messages[-1])
     return Prompt(parts, ends, asks=asks)

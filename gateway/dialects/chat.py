@@ -1,13 +1,14 @@
 """Bodies of OpenAI's generating paths, typed, and the prompts that they make."""
 
 from operator import attrgetter
+from struct import Struct, error as StructError
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.fields import Common, Field
-from gateway.prompt import Prompt, digest, encode
+from gateway.prompt import Prompt, Thinking, digest, encode
 
 
 class Part(msgspec.Struct, gc=False):
@@ -37,6 +38,7 @@ class Message(msgspec.Struct, gc=False):
 class Chat(Common):
     """``/v1/chat/completions``."""
 
+    stream_options: Field = UNSET
     messages: list[Message] | None = None
     tools: Field = UNSET
     chat_template: Field = UNSET
@@ -48,6 +50,7 @@ class Chat(Common):
 class Completions(Common):
     """``/v1/completions``."""
 
+    stream_options: Field = UNSET
     prompt: Field = UNSET
 
 
@@ -59,7 +62,7 @@ class Responses(Common):
     tools: Field = UNSET
 
 
-def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
+def chat_prompt(chat: Chat, thinking: Thinking) -> Prompt:
     """Template parameters, tools, then the messages, as chat templates order them."""
     parts: list[bytes | Raw] = []
     for field in (chat.chat_template, chat.chat_template_kwargs, chat.reasoning_effort, chat.documents, chat.tools):
@@ -70,11 +73,12 @@ def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
     if plain is not None:
         return plain
     last_user = 0
-    if not keeps_thinking:
+    if thinking is not Thinking.KEEP:
         for at in range(len(messages) - 1, 0, -1):
             if messages[at].role == "user":
                 last_user = at
                 break
+    shown = thinking.shown_from(last_user, len(messages))
     ends: list[int] = []
     for at, message in enumerate(messages):
         parts.append(_ROLES.get(message.role or "") or _role(message.role))
@@ -82,7 +86,7 @@ def chat_prompt(chat: Chat, keeps_thinking: bool) -> Prompt:
         if isinstance(content, str) and _extras(message) == _NO_EXTRAS:
             parts.append(content.encode("utf-8", "surrogatepass"))
         else:
-            _message(parts, message, at >= last_user)
+            _message(parts, message, at >= shown)
         ends.append(len(parts))
     asks = bool(messages) and messages[-1].role == "user"
     return Prompt(parts, ends[_shared(messages) :], asks=asks, messages=len(messages))
@@ -194,6 +198,20 @@ def completion_prompt(prompt: Field) -> Prompt:
     except (msgspec.DecodeError, RecursionError):
         return Prompt([bytes(prompt)], [])
     return Prompt([text_or_tokens(value)], [])
+
+
+def token_ids(field: Field) -> bytes | None:
+    """Token ids of a prompt that is given as such, u32 each; ``None`` for text, and for several prompts."""
+    if isinstance(field, UnsetType) or bytes(memoryview(field)[:1]) != b"[":
+        return None
+    try:
+        ids = _ids.decode(field)
+        return Struct(f"<{len(ids)}I").pack(*ids)
+    except (msgspec.DecodeError, StructError):
+        return None
+
+
+_ids = msgspec.json.Decoder(list[int])
 
 
 def text_or_tokens(value: Any) -> bytes:

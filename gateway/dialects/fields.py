@@ -30,6 +30,8 @@ GUARDED = (
 )
 """Engines trust these blindly; only the gateway may set them."""
 
+_apart_values = attrgetter("extra_key", "lora_path")
+_NONE_APART = (UNSET, UNSET)
 _guarded_values = attrgetter(*GUARDED)
 _NONE_GUARDED = (UNSET,) * len(GUARDED)
 
@@ -111,7 +113,7 @@ def read_common(decoder: msgspec.json.Decoder[Typed], reading: Reading, body: by
     except msgspec.ValidationError as problem:
         _read_loose(reading, body, problem)
         if generates:
-            reading.make_prompt = lambda keeps: Prompt([body], [])
+            reading.make_prompt = lambda thinking: Prompt([body], [])
         return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from None
@@ -119,6 +121,11 @@ def read_common(decoder: msgspec.json.Decoder[Typed], reading: Reading, body: by
     reading.stream = bool(common.stream)
     reading.guarded = guarded_in(common, body)
     reading.session = lambda: session_of(common)
+    if common.cache_salt is not UNSET:
+        salt = common.cache_salt
+        reading.salt = lambda: text_of(salt)
+    if _apart_values(common) != _NONE_APART:
+        reading.apart = True
     return common
 
 

@@ -7,7 +7,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects import Reading, Route, Usage
-from gateway.dialects.chat import Chat, Completions, Responses, chat_prompt, completion_prompt, responses_prompt
+from gateway.dialects.chat import (
+    Chat,
+    Completions,
+    Responses,
+    chat_prompt,
+    completion_prompt,
+    responses_prompt,
+    token_ids,
+)
 from gateway.dialects.fields import (
     Common,
     Field,
@@ -16,7 +24,7 @@ from gateway.dialects.fields import (
 )
 from gateway.errors import Fault
 from gateway.http.sse import payload
-from gateway.prompt import Prompt
+from gateway.prompt import Prompt, Thinking
 
 _chat = msgspec.json.Decoder(Chat)
 _responses = msgspec.json.Decoder(Responses)
@@ -64,16 +72,19 @@ class OpenAI:
         if not route.generates:
             return reading
         reading.namespace = namespace_of(common)
+        if reading.stream and route.kind in ("chat", "completions"):
+            reading.untold = getattr(common, "stream_options", UNSET) is UNSET and not late
         if late:
-            reading.make_prompt = lambda keeps: _late_prompt(body, keeps)
+            reading.make_prompt = lambda thinking: _late_prompt(body, thinking)
         elif isinstance(common, Chat):
-            reading.make_prompt = lambda keeps: chat_prompt(common, keeps)
+            reading.make_prompt = lambda thinking: chat_prompt(common, thinking)
         elif isinstance(common, Responses):
             reading.previous = text_of(common.previous_response_id)
             reading.conversation = _conversation(common.conversation)
-            reading.make_prompt = lambda keeps: responses_prompt(common)
+            reading.make_prompt = lambda thinking: responses_prompt(common)
         else:
-            reading.make_prompt = lambda keeps: completion_prompt(common.prompt)
+            reading.ids = lambda: token_ids(common.prompt)
+            reading.make_prompt = lambda thinking: completion_prompt(common.prompt)
         return reading
 
     def error(self, fault: Fault) -> bytes:
@@ -213,9 +224,9 @@ def _conversation(field: Field) -> str | None:
     return value.get("id") if isinstance(value, dict) and isinstance(value.get("id"), str) else None
 
 
-def _late_prompt(body: bytes, keeps_thinking: bool) -> Prompt:
+def _late_prompt(body: bytes, thinking: Thinking) -> Prompt:
     try:
-        return chat_prompt(_chat.decode(body), keeps_thinking)
+        return chat_prompt(_chat.decode(body), thinking)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Prompt([body], [])
 

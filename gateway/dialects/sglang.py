@@ -4,7 +4,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.dialects import Reading, Route, Usage
-from gateway.dialects.chat import text_or_tokens
+from gateway.dialects.chat import text_or_tokens, token_ids
 from gateway.dialects.fields import Common, Field, read_common, value_of
 from gateway.dialects.openai import error_in, namespace_of
 from gateway.errors import Fault
@@ -36,7 +36,8 @@ class SGLang:
         if request is None:
             return reading
         reading.namespace = namespace_of(request)
-        reading.make_prompt = lambda keeps: _prompt(request)
+        reading.ids = lambda: token_ids(request.input_ids)
+        reading.make_prompt = lambda thinking: _prompt(request)
         return reading
 
     def error(self, fault: Fault) -> bytes:

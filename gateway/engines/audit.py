@@ -40,6 +40,11 @@ LACKS = {
         "what its cache holds can only be predicted from what was sent there",
         {"vllm": "--kv-events-config", "sglang": "--kv-events-config"},
     ),
+    "replay": Lack(
+        "it does not repeat KV events that were missed",
+        "after a lost event, and when the gateway starts later than it, its cache is predicted for a while",
+        {"vllm": "replay_endpoint in --kv-events-config", "sglang": "replay_endpoint in --kv-events-config"},
+    ),
     "small_cache": Lack(
         "its cache is smaller than its sessions' prompts together",
         "sessions lose their cache between turns",

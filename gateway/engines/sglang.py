@@ -3,7 +3,7 @@
 from typing import Any
 
 from gateway.engines import Ask, served_models, whole
-from gateway.workers import Facts, Load, ServedModel
+from gateway.workers import EventSource, Facts, Load, ServedModel
 
 
 class SGLang:
@@ -23,7 +23,7 @@ class SGLang:
         if models is None:
             name = info.get("served_model_name") or info["model_path"]
             models = [ServedModel(str(name))]
-        facts = Facts(engine=self.name, models=models)
+        facts = Facts(engine=self.name, models=models, injects_usage=True)
         version = server.get("version")
         facts.version = version if isinstance(version, str) else None
         facts.block_size = whole(server.get("page_size"))
@@ -41,9 +41,11 @@ class SGLang:
             facts.missing.append("chunked_prefill")
         if server.get("enable_metrics") is False:
             facts.missing.append("metrics")
-        events = server.get("kv_events")
-        if not isinstance(events, dict) or events.get("publisher") in (None, "null"):
+        facts.events = _sources(server.get("kv_events"))
+        if not facts.events:
             facts.missing.append("events")
+        elif any(source.replay is None for source in facts.events):
+            facts.missing.append("replay")
         if facts.kv_tokens is None:
             loads = await self._loads(ask)
             facts.kv_tokens = whole(loads[0].get("max_total_num_tokens")) if loads else None
@@ -81,6 +83,25 @@ def _capacity(server: dict[str, Any]) -> int | None:
         if isinstance(usage, dict):
             return whole(usage.get("token_capacity"))
     return None
+
+
+def _sources(told: Any) -> list[EventSource]:
+    """One port a rank, counted up from a base."""
+    if not isinstance(told, dict) or told.get("publisher") != "zmq":
+        return []
+    host, base, replay = told.get("endpoint_host"), whole(told.get("endpoint_port_base")), None
+    if not base:
+        return []
+    host = host if isinstance(host, str) and host else "*"
+    replay, topic = whole(told.get("replay_endpoint_port_base")), told.get("topic")
+    return [
+        EventSource(
+            f"tcp://{host}:{base + rank}",
+            f"tcp://{host}:{replay + rank}" if replay else None,
+            topic if isinstance(topic, str) else "",
+        )
+        for rank in range(whole(told.get("dp_size")) or 1)
+    ]
 
 
 def _share(value: Any) -> float | None:

@@ -23,6 +23,7 @@ class TensorRT:
             facts.version = version["version"]
         tokens = whole(info.get("tokens_per_block")) if isinstance(info, dict) else None
         facts.block_size = tokens or 32
+        # Asking for its events takes them from whoever else asks: that is the operator's to decide.
         facts.missing.append("events")
         return facts
 

@@ -1,7 +1,9 @@
 """vLLM (facts as of 0.33; older names are not tried)."""
 
+from typing import Any
+
 from gateway.engines import Ask, by_rank, gauge, label, owner, served_models, whole
-from gateway.workers import Facts, Load
+from gateway.workers import EventSource, Facts, Load
 
 
 class VLLM:
@@ -19,7 +21,7 @@ class VLLM:
         models = await served_models(ask)
         if models is None or owner(models) not in ("vllm", ""):
             return None
-        facts = Facts(engine=self.name, version=version["version"], models=models)
+        facts = Facts(engine=self.name, version=version["version"], models=models, injects_usage=True)
         facts.context_length = min((m.max_length for m in models if m.max_length is not None), default=None)
         metrics = await ask("/metrics")
         if metrics.status != 200 or b"vllm:" not in metrics.body:
@@ -31,14 +33,18 @@ class VLLM:
             blocks = whole(label(labels, "num_gpu_blocks"))
             if facts.kv_tokens is None and blocks is not None and facts.block_size is not None:
                 facts.kv_tokens = blocks * facts.block_size
+            facts.hybrid = label(labels, "mamba_cache_mode") in ("align", "all")
             if label(labels, "enable_prefix_caching") in ("False", "false", "0"):
                 facts.missing.append("prefix_cache")
         facts.ranks = max(
             [rank + 1 for rank in by_rank(metrics.body, "vllm:num_requests_running", "engine")], default=1
         )
         facts.started = gauge(metrics.body, "process_start_time_seconds").get("")
-        if not (await ask("/kv_event_sources")).json():
+        facts.events = _sources((await ask("/kv_event_sources")).json())
+        if not facts.events:
             facts.missing.append("events")
+        elif any(source.replay is None for source in facts.events):
+            facts.missing.append("replay")
         return facts
 
     async def load(self, ask: Ask) -> list[Load] | None:
@@ -55,6 +61,22 @@ class VLLM:
             Load(whole(running.get(rank)), whole(waiting.get(rank)), usage.get(rank))
             for rank in range(max(running) + 1)
         ]
+
+
+def _sources(told: Any) -> list[EventSource]:
+    """``{"0": {"endpoint", "replay_endpoint", "topic", ...}, ...}`` by rank."""
+    found = []
+    for rank in range(len(told) if isinstance(told, dict) else 0):
+        row = told.get(str(rank))
+        if not isinstance(row, dict) or row.get("publisher") != "zmq" or not isinstance(row.get("endpoint"), str):
+            return []
+        replay, topic = row.get("replay_endpoint"), row.get("topic")
+        found.append(
+            EventSource(
+                row["endpoint"], replay if isinstance(replay, str) else None, topic if isinstance(topic, str) else ""
+            )
+        )
+    return found
 
 
 ENGINE = VLLM()

@@ -337,7 +337,7 @@ async def test_a_worker_removed_while_it_answers_finishes(gateway: Begin, engine
         while b"[DONE]" not in data:
             data = await client.reader.readuntil(b"\n\n")
     await until(lambda: not running.gateway.exchanges)
-    assert running.index.pages(0) == 0
+    assert running.index.radix.pages(0) == 0
 
 
 async def test_what_a_removed_worker_still_answers_brings_no_series_of_it_back(
@@ -400,7 +400,7 @@ async def test_a_limit_that_is_none_is_refused(gateway: Begin, engine: StartEngi
 
 def snapshot(running: Running) -> Any:
     """All that a dry run could change."""
-    index, routing = running.index, running.gateway.routing
+    index, routing = running.index.radix, running.gateway.routing
     values = {
         name: {labels: list(row) for labels, row in value.values.items()}
         for name, value in vars(running.metrics).items()

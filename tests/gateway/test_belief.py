@@ -77,6 +77,6 @@ async def test_an_engine_with_a_quarter_of_its_assumed_cache_is_predicted_well_a
             believed = int(answer.one("x-warmroute-predicted-cached-tokens"))
             errors.append(abs(cached - believed) / usage["prompt_tokens"])
     (target,) = running.fleet.targets.values()
-    assert target.trusted_size < 0.6
+    assert running.index.of(target.id).share < 0.6
     assert median(errors[-100:]) < 0.1
     assert sum(errors[-100:]) < sum(errors[40:140]) / 2, "and rarely wrong, too"

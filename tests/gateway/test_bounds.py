@@ -15,6 +15,7 @@ import pytest
 from gateway.dialects import all_dialects
 from gateway.http.server import Inbound
 from gateway.http.wire import MEMO
+from gateway.prompt import Thinking
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartScripted
 from tests.gateway.scripted import EVENTS, Seen, chunk, ok
@@ -378,7 +379,7 @@ def test_reading_a_nested_tool_result_takes_as_long_as_reading_a_flat_one() -> N
             reading = dialect.read(route, body)
             assert reading.make_prompt is not None
             begun = time.process_time()
-            reading.make_prompt(False)
+            reading.make_prompt(Thinking.STRIP)
             found.append(time.process_time() - begun)
         return min(found)
 
@@ -395,7 +396,7 @@ def test_a_moved_cache_mark_in_a_tool_result_changes_no_prompt_and_other_results
         body = json.dumps({"model": "sim", "messages": [{"role": "user", "content": content}]}).encode()
         reading = dialect.read(route, body)
         assert reading.make_prompt is not None
-        return reading.make_prompt(False).text
+        return reading.make_prompt(Thinking.STRIP).text
 
     inner = {"type": "tool_result", "tool_use_id": "u", "content": "deep"}
     plain = prompt({"type": "text", "text": "a"}, inner)

@@ -142,9 +142,6 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
     [
         "models: {m: {tokenizer: /t.json}}",
         "models: {m: {template: /t.jinja}}",
-        "models: {m: {reuse: checkpoints}}",
-        "models: {m: {thinking: drop}}",
-        'workers: [{url: "http://a:1", events: {endpoint: "tcp://a:5557"}}]',
         'workers: [{url: "http://a:1", role: prefill}]',
         'workers: [{url: "http://a:1", role: decode}]',
         "discovery: {source: kubernetes}",

@@ -624,18 +624,18 @@ async def test_an_engine_that_dies_is_down_and_comes_back_with_nothing_held(
             running.port,
             request(chat(max_tokens=1, prompt_cache_key=f"{at}", messages=[{"role": "user", "content": words}])),
         )
-    dead = next(each for each in engines if running.index.pages(worker_of(running, each).targets[0].id))
+    dead = next(each for each in engines if running.index.radix.pages(worker_of(running, each).targets[0].id))
     worker = worker_of(running, dead)
     target = worker.targets[0]
     port = dead.port
-    assert running.index.pages(target.id) > 0
+    assert running.index.radix.pages(target.id) > 0
     await dead.kill()
     await until(lambda: worker.state is State.DOWN)
     other = next(each for each in engines if each is not dead)
     assert set(await answered(running, 4)) == {name(other)}
     await engine(port=port)
     await until(lambda: worker.state is State.READY)
-    assert running.index.pages(target.id) == 0
+    assert running.index.radix.pages(target.id) == 0
     assert target.homes == 0
     assert len(worker.targets) == 1
     await settled(running)
@@ -651,9 +651,9 @@ async def test_a_restart_between_two_probes_is_noticed_by_the_engine_s_own_start
     running = await gateway(started, change=slow, policy="cache_aware")
     worker = worker_of(running, started)
     await once(running.port, request(chat(max_tokens=1, messages=[{"role": "user", "content": "word " * 600}])))
-    assert running.index.pages(worker.targets[0].id) > 0
+    assert running.index.radix.pages(worker.targets[0].id) > 0
     await started.restart()
-    await until(lambda: running.index.pages(worker.targets[0].id) == 0)
+    await until(lambda: running.index.radix.pages(worker.targets[0].id) == 0)
     assert worker.state is State.READY
 
 
@@ -729,7 +729,7 @@ async def test_a_removed_worker_takes_its_series_and_holdings_with_it(gateway: B
     ids = [target.id for target in gone.targets]
     running.remove_worker(gone)
     assert gone.id not in await admin(running, "/metrics")
-    assert all(running.index.pages(id) == 0 for id in ids)
+    assert all(running.index.radix.pages(id) == 0 for id in ids)
     assert set(await answered(running, 4)) == {name(engines[1])}
 
 
