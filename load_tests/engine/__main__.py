@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add("--no-prefix-cache", action="store_true")
     add("--no-metrics", action="store_true")
     add("--seed", type=int, default=0, help="engines with one seed answer a prompt alike")
+    add("--hybrid", default="", metavar="RULE", help="recurrent layers; states kept at boundary, ends or every:N")
+    add("--hybrid-states", type=int, default=256, metavar="N", help="states kept at most")
     _event_flags(arguments)
     rates = Rates()
     add("--step-seconds", type=float, default=rates.base, metavar="S", help="one step, before what is in it")
@@ -86,6 +88,8 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         metrics=not arguments.no_metrics,
         seed=arguments.seed,
         keep_alive=arguments.keep_alive,
+        hybrid=arguments.hybrid,
+        hybrid_states=arguments.hybrid_states,
         ranks=arguments.ranks,
         events=arguments.events is not None,
         events_port=arguments.events,

@@ -18,9 +18,21 @@ class Holding:
     """What one sequence holds: created once, opened when admitted, closed when finished, aborted or preempted.
 
     session labels the KV events that it causes; report_all: blocks it finds are told again, as if it stored them.
+    marks and stated are a hybrid model's: positions whose state is kept, and up to where that has been done.
     """
 
-    __slots__ = ("blocks", "digests", "namespace", "node", "open", "published", "report_all", "session")
+    __slots__ = (
+        "blocks",
+        "digests",
+        "marks",
+        "namespace",
+        "node",
+        "open",
+        "published",
+        "report_all",
+        "session",
+        "stated",
+    )
 
     def __init__(self, namespace: str = "", session: str = "", report_all: bool = False) -> None:
         self.namespace = namespace
@@ -30,6 +42,8 @@ class Holding:
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
         self.published = 0
+        self.marks: Sequence[int] = ()
+        self.stated = 0
         self.node: Any = None
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from load_tests.engine import metrics
 from load_tests.engine.core import Core
 from load_tests.engine.errors import ApiError
+from load_tests.engine.hybrid import HybridCache
 from load_tests.engine.openai import messages_of, tools_of
 from load_tests.engine.publisher import HWM
 from load_tests.engine.rank import Rank
@@ -200,6 +201,7 @@ async def props(core: Core, call: Call) -> web.StreamResponse:
 async def slots(core: Core, call: Call) -> web.StreamResponse:
     """llama.cpp's slots; ``?fail_on_no_slot=1`` answers 503 when all are busy."""
     cache = core.ranks[0].cache
+    cache = cache.inner if isinstance(cache, HybridCache) else cache
     busy = cache.slots() if isinstance(cache, SlotCache) else []
     if call.request.query.get("fail_on_no_slot") and all(busy):
         raise ApiError(503, "no slot available", kind="unavailable_error")

@@ -67,6 +67,9 @@ class Journal(ABC):
     def cleared(self) -> None:
         self._events.append({"type": "AllBlocksCleared"})
 
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+
     def take(self) -> list[Any]:
         """Everything since the last call."""
         events, self._events = self._events, []
@@ -76,6 +79,9 @@ class Journal(ABC):
 class VllmJournal(Journal):
     """One BlockStored for the blocks that a step fills in a sequence, one BlockRemoved for each physical block."""
 
+    # The KV cache group of the attention layers.
+    group = 0
+
     def __init__(self, block_size: int, *, hashes: str = "int", form: str = "map") -> None:
         super().__init__(block_size, unsigned if hashes == "int" else bytes)
         self._positional = form == "positional"
@@ -83,7 +89,7 @@ class VllmJournal(Journal):
     def stored(
         self, holding: Holding, hashes: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], start: int
     ) -> None:
-        self._events.append(self._stored(holding, hashes, parent, tokens, start, 0, "full_attention"))
+        self._add(self._stored(holding, hashes, parent, tokens, start, self.group, "full_attention"))
 
     def _stored(
         self,
@@ -119,7 +125,7 @@ class VllmJournal(Journal):
     def removed(self, hashes: Sequence[bytes], medium: str | None = None) -> None:
         for digest in hashes:
             event = {"type": "BlockRemoved", "block_hashes": [self.wire_hash(digest)], "medium": medium or self.device}
-            self._events.append({**event, "group_idx": 0})
+            self._add({**event, "group_idx": self.group})
 
     def take(self) -> list[Any]:
         events = super().take()

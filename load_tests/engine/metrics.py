@@ -174,7 +174,7 @@ def _vllm(page: Page, options: EngineOptions, scheduler: Scheduler, measures: Me
         enable_prefix_caching=str(options.prefix_cache),
         prefix_caching_hash_algo="sha256_cbor" if options.publishes else "sha256",
         cache_dtype="auto",
-        mamba_cache_mode="none",
+        mamba_cache_mode="align" if options.hybrid else "none",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from load_tests.engine.hybrid import interval_of
 from load_tests.engine.physics import Rates
 
 Dialect = Literal["vllm", "sglang", "llamacpp", "openai"]
@@ -30,6 +31,9 @@ class EngineOptions:
     multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. keep_alive is how long an idle
     connection is kept, in real seconds; 5 is what vLLM and SGLang give theirs. usage_details False leaves cached
     tokens out of usage, as engines do without --enable-prompt-tokens-details or --enable-cache-report.
+
+    hybrid "boundary", "ends" or "every:N" serves a model with recurrent layers, whose hits end where a state was kept
+    (see hybrid.py); hybrid_states is how many are kept. In vllm's events it has three mamba groups before attention.
 
     ranks: data-parallel ranks behind the one port, each with its own cache of kv_tokens, queue and batch.
 
@@ -61,6 +65,8 @@ class EngineOptions:
     seed: int = 0
     keep_alive: float = 5.0
     rates: Rates = field(default_factory=Rates)
+    hybrid: str = ""
+    hybrid_states: int = 256
     ranks: int = 1
     events: bool = False
     events_port: int | None = None
@@ -79,7 +85,15 @@ class EngineOptions:
         if not self.models:
             raise OptionError("at least one model is needed")
         self.block_size = self.block_size or (16 if self.dialect in ("vllm", "openai") else 1)
-        for name in ("kv_tokens", "block_size", "max_running", "chunk_tokens", "ranks", "buffer_steps"):
+        for name in (
+            "kv_tokens",
+            "block_size",
+            "max_running",
+            "chunk_tokens",
+            "ranks",
+            "buffer_steps",
+            "hybrid_states",
+        ):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1")
         if not 0 <= self.port <= 65535:
@@ -90,6 +104,13 @@ class EngineOptions:
         if self.max_queued is not None and self.max_queued < 0:
             raise OptionError("max_queued must not be negative")
         self._check_events()
+        if self.hybrid:
+            try:
+                interval = interval_of(self.hybrid)
+            except ValueError as error:
+                raise OptionError(str(error)) from None
+            if interval % self.block_size:
+                raise OptionError(f"hybrid {self.hybrid} must be a multiple of the block of {self.block_size}")
         room = self.num_blocks * self.block_size
         if self.dialect == "llamacpp":
             room //= self.max_running

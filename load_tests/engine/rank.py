@@ -9,6 +9,7 @@ from load_tests.engine.blocks import BlockCache
 from load_tests.engine.cache import KVCache
 from load_tests.engine.driver import Driver
 from load_tests.engine.hashes import sglang_chain, vllm_chain
+from load_tests.engine.hybrid import HybridCache, HybridJournal
 from load_tests.engine.journal import Journal, SglangJournal, VllmJournal
 from load_tests.engine.metrics import Measures
 from load_tests.engine.options import EngineOptions
@@ -26,10 +27,24 @@ def make_journal(options: EngineOptions) -> Journal | None:
         return None
     if options.dialect == "sglang":
         return SglangJournal(options.block_size)
-    return VllmJournal(options.block_size, hashes=options.event_hashes, form=options.event_format)
+    kind = HybridJournal if options.hybrid else VllmJournal
+    return kind(options.block_size, hashes=options.event_hashes, form=options.event_format)
 
 
 def make_cache(options: EngineOptions) -> KVCache:
+    """The cache that the options mean, with its journal."""
+    cache = _attention_cache(options)
+    cache.journal = make_journal(options)
+    if not options.hybrid:
+        return cache
+    hybrid = HybridCache(cache, options.hybrid, options.hybrid_states)
+    if isinstance(cache.journal, HybridJournal):
+        cache.journal.marks = hybrid.marks
+    hybrid.journal = cache.journal
+    return hybrid
+
+
+def _attention_cache(options: EngineOptions) -> KVCache:
     size, reuse = options.block_size, options.prefix_cache
     if options.dialect == "sglang":
         chain = sglang_chain(options.hash_seed) if options.publishes else None
@@ -51,7 +66,7 @@ class Rank:
         self._paced = options.dialect == "sglang"
         self._decodes = 0
         self.cache = make_cache(options)
-        self.journal = self.cache.journal = make_journal(options)
+        self.journal = self.cache.journal
         self.scheduler = Scheduler(
             self.cache,
             options.rates,
