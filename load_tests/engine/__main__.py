@@ -10,7 +10,7 @@ import sys
 import uvloop
 
 from load_tests.engine import Engine, EngineOptions
-from load_tests.engine.options import DIALECTS, EVENT_FORMATS, EVENT_HASHES, ROLES, OptionError
+from load_tests.engine.options import DIALECTS, EVENT_FORMATS, EVENT_HASHES, OFFLOAD_EVENTS, ROLES, OptionError
 from load_tests.engine.physics import Rates
 
 
@@ -40,11 +40,15 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="engines with one seed answer a prompt alike")
     add("--hybrid", default="", metavar="RULE", help="recurrent layers; states kept at boundary, ends or every:N")
     add("--hybrid-states", type=int, default=256, metavar="N", help="states kept at most")
+    add("--host-tokens", type=int, default=0, metavar="N", help="room in host memory for what leaves the device")
+    add("--disk-tokens", type=int, default=0, metavar="N", help="room on disk for what leaves host memory")
     _event_flags(arguments)
     rates = Rates()
     add("--step-seconds", type=float, default=rates.base, metavar="S", help="one step, before what is in it")
     add("--token-seconds", type=float, default=rates.token, metavar="S", help="one uncached prompt token")
     add("--decode-seconds", type=float, default=rates.decode, metavar="S", help="one sequence's decode in a step")
+    add("--host-seconds", type=float, default=rates.host, metavar="S", help="one token restored from host memory")
+    add("--disk-seconds", type=float, default=rates.disk, metavar="S", help="one token restored from disk")
     add("--attention-seconds", type=float, default=rates.attention, metavar="S", help="one query-key pair")
     return arguments
 
@@ -63,6 +67,7 @@ def _event_flags(arguments: argparse.ArgumentParser) -> None:
     add("--events-topic", default="", metavar="TEXT", help="first frame of every batch")
     add("--event-format", choices=EVENT_FORMATS, default="map", help="positional: as older vLLM builds")
     add("--event-hashes", choices=EVENT_HASHES, default="int", help="bytes: whole digests")
+    add("--offload-events", choices=OFFLOAD_EVENTS, default="placeholder", help="full: with tokens and parent")
     add("--hash-seed", type=int, default=0, metavar="N", help="two seeds give one block two hashes")
 
 
@@ -88,6 +93,9 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         metrics=not arguments.no_metrics,
         seed=arguments.seed,
         keep_alive=arguments.keep_alive,
+        host_tokens=arguments.host_tokens,
+        disk_tokens=arguments.disk_tokens,
+        offload_events=arguments.offload_events,
         hybrid=arguments.hybrid,
         hybrid_states=arguments.hybrid_states,
         ranks=arguments.ranks,
@@ -100,7 +108,12 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         event_hashes=arguments.event_hashes,
         hash_seed=arguments.hash_seed,
         rates=Rates(
-            arguments.step_seconds, arguments.token_seconds, arguments.decode_seconds, arguments.attention_seconds
+            base=arguments.step_seconds,
+            token=arguments.token_seconds,
+            decode=arguments.decode_seconds,
+            attention=arguments.attention_seconds,
+            host=arguments.host_seconds,
+            disk=arguments.disk_seconds,
         ),
     )
 

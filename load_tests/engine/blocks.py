@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from load_tests.engine.cache import Holding, KVCache
 from load_tests.engine.hashes import Chain, quick_chain
+from load_tests.engine.tiers import Block, Sources
 
 
 class BlockCache(KVCache):
@@ -29,6 +31,7 @@ class BlockCache(KVCache):
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
         self._copies: dict[bytes, list[int]] = {}
+        self._about: list[Block | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -49,12 +52,17 @@ class BlockCache(KVCache):
         limit = (len(tokens) - 1) // self.block_size
         self._hash_upto(holding, tokens, limit)
         hit = 0
-        while hit < limit and holding.digests[hit] in self._copies:
+        while hit < limit and self._has(holding.digests[hit]):
             hit += 1
         return hit * self.block_size
 
+    def _has(self, digest: bytes) -> bool:
+        return digest in self._copies or (self.tiers is not None and self.tiers.find(digest) is not None)
+
     def open(self, holding: Holding, tokens: Sequence[int], hit: int, upto: int) -> bool:
-        shared = [self._copies[digest][0] for digest in holding.digests[: hit // self.block_size]]
+        found = holding.digests[: hit // self.block_size]
+        here = list(takewhile(self._copies.__contains__, found))
+        shared = [self._copies[digest][0] for digest in here]
         revived = sum(1 for block in shared if self._refs[block] == 0)
         if self._blocks_for(upto) - len(shared) + revived > len(self._free):
             return False
@@ -63,9 +71,20 @@ class BlockCache(KVCache):
                 del self._free[block]
             self._refs[block] += 1
         holding.blocks, holding.published, holding.open = shared, len(shared), True
+        holding.sources = self._restore(found[len(here) :], hit)
         if holding.report_all and shared:
             self._tell(holding, tokens, 0, len(shared))
         return self.grow(holding, tokens, upto)
+
+    def _restore(self, away: Sequence[bytes], hit: int) -> Sources:
+        """Blocks that are not on the device are copied to new blocks there, which ``grow`` takes and publishes."""
+        counts = [0, 0]
+        for digest in away:
+            tier = None if self.tiers is None or digest in self._copies else self.tiers.find(digest)
+            if self.tiers is not None and tier is not None:
+                counts[tier] += self.block_size
+                self.tiers.use(digest)
+        return Sources(hit - sum(counts), *counts)
 
     def grow(self, holding: Holding, tokens: Sequence[int], upto: int) -> bool:
         missing = self._blocks_for(upto) - len(holding.blocks)
@@ -117,8 +136,15 @@ class BlockCache(KVCache):
             block, digest = holding.blocks[index], holding.digests[index]
             self._digest[block] = digest
             self._copies.setdefault(digest, []).append(block)
+            if self.tiers is not None:
+                self._about[block] = self._describe(holding, tokens, index)
         self._tell(holding, tokens, holding.published, full)
         holding.published = full
+
+    def _describe(self, holding: Holding, tokens: Sequence[int], index: int) -> Block:
+        start = index * self.block_size
+        parent = holding.digests[index - 1] if index else None
+        return Block(holding.namespace, parent, tokens[start : start + self.block_size], start)
 
     def _tell(self, holding: Holding, tokens: Sequence[int], start: int, end: int) -> None:
         """Blocks ``start:end`` of a sequence are stored."""
@@ -139,5 +165,8 @@ class BlockCache(KVCache):
             self.evicted_blocks += 1
             if self.journal is not None:
                 self.journal.removed([digest])
+            about = self._about[block]
+            if self.tiers is not None and about is not None and not copies:
+                self.tiers.offload(digest, about)
         self._refs[block] = 1
         return block

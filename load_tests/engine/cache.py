@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from load_tests.engine.tiers import Sources, Tiers
+
 if TYPE_CHECKING:
     from load_tests.engine.journal import Journal
 
@@ -19,6 +21,7 @@ class Holding:
 
     session labels the KV events that it causes; report_all: blocks it finds are told again, as if it stored them.
     marks and stated are a hybrid model's: positions whose state is kept, and up to where that has been done.
+    sources: where the hit was found, once opened.
     """
 
     __slots__ = (
@@ -31,6 +34,7 @@ class Holding:
         "published",
         "report_all",
         "session",
+        "sources",
         "stated",
     )
 
@@ -44,6 +48,7 @@ class Holding:
         self.published = 0
         self.marks: Sequence[int] = ()
         self.stated = 0
+        self.sources = Sources()
         self.node: Any = None
 
 
@@ -59,6 +64,8 @@ class KVCache(ABC):
     evicted_blocks: int = 0
     # Where blocks that come and go are told of; None where nobody listens.
     journal: Journal | None = None
+    # Where blocks that leave the device go; None where they are lost.
+    tiers: Tiers | None = None
 
     @abstractmethod
     def match(self, holding: Holding, tokens: Sequence[int]) -> int:

@@ -77,6 +77,10 @@ class _Chunks:
             chunk["system_fingerprint"] = VLLM_FINGERPRINT
         return event(chunk)
 
+    def extension(self, fields: dict[str, Any]) -> bytes:
+        """An event without choices, before usage."""
+        return event({**self._head, "choices": [], **fields})
+
     def _fast(self, before: bytes, text: str, after: bytes) -> bytes:
         """The hot path: one JSON string between constants, instead of an object built and encoded for every token."""
         return b"".join((self._prefix, before, encode(text), after))

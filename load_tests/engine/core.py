@@ -77,9 +77,9 @@ class Core:
             rank.scheduler.totals = kept
         self.restarts += 1
 
-    def clear_caches(self) -> bool:
+    def clear_caches(self, below: bool = False) -> bool:
         """Forget what every rank has cached; False if one of them is in use."""
-        cleared = [rank.clear() for rank in self.ranks]
+        cleared = [rank.clear(below) for rank in self.ranks]
         return all(cleared)
 
     def pick(self, wanted: int | None) -> Rank:

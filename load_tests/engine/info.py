@@ -244,7 +244,7 @@ async def detokenize_ids(core: Core, call: Call) -> web.StreamResponse:
 
 
 async def reset_prefix_cache(core: Core, call: Call) -> web.StreamResponse:
-    return await call.json({"success": core.clear_caches()})
+    return await call.json({"success": core.clear_caches(call.request.query.get("reset_external") == "true")})
 
 
 async def flush_cache(core: Core, call: Call) -> web.StreamResponse:

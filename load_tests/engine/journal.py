@@ -12,6 +12,7 @@ from typing import Any
 
 from load_tests.engine.cache import Holding
 from load_tests.engine.hashes import namespace_parts, signed, unsigned
+from load_tests.engine.tiers import Block
 
 Event = dict[str, Any]
 
@@ -64,6 +65,17 @@ class Journal(ABC):
     def removed(self, hashes: Sequence[bytes], medium: str | None = None) -> None:
         """These blocks left one tier, the device's unless told otherwise."""
 
+    @abstractmethod
+    def offloaded(self, digest: bytes, block: Block, tier: int) -> None:
+        """A block is on a tier below now: 0 is host memory, 1 disk."""
+
+    def dropped(self, digest: bytes, tier: int) -> None:
+        """A block left a tier below."""
+        self.removed([digest], self.medium_of(tier))
+
+    def medium_of(self, tier: int) -> str:
+        return self.disk if tier else self.host
+
     def cleared(self) -> None:
         self._events.append({"type": "AllBlocksCleared"})
 
@@ -82,9 +94,10 @@ class VllmJournal(Journal):
     # The KV cache group of the attention layers.
     group = 0
 
-    def __init__(self, block_size: int, *, hashes: str = "int", form: str = "map") -> None:
+    def __init__(self, block_size: int, *, hashes: str = "int", form: str = "map", placeholders: bool = True) -> None:
         super().__init__(block_size, unsigned if hashes == "int" else bytes)
         self._positional = form == "positional"
+        self._placeholders = placeholders
 
     def stored(
         self, holding: Holding, hashes: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], start: int
@@ -122,6 +135,22 @@ class VllmJournal(Journal):
             event["session_id"] = holding.session
         return event
 
+    def offloaded(self, digest: bytes, block: Block, tier: int) -> None:
+        holding = Holding(block.namespace)
+        hashes, kind = [digest], "full_attention"
+        event = self._stored(holding, hashes, block.parent, block.tokens, block.start, self.group, kind)
+        event["medium"] = self.medium_of(tier)
+        if self._placeholders:
+            event |= {"parent_block_hash": None, "token_ids": [], "block_size": 0, "lora_name": None}
+            for name in ("extra_keys", "group_idx", "kv_cache_spec_kind"):
+                del event[name]
+        self._add(event)
+
+    def dropped(self, digest: bytes, tier: int) -> None:
+        super().dropped(digest, tier)
+        if self._placeholders:
+            del self._events[-1]["group_idx"]
+
     def removed(self, hashes: Sequence[bytes], medium: str | None = None) -> None:
         for digest in hashes:
             event = {"type": "BlockRemoved", "block_hashes": [self.wire_hash(digest)], "medium": medium or self.device}
@@ -156,6 +185,10 @@ class SglangJournal(Journal):
         }
         told = {"cache_salt": salt, "session_id": holding.session, "lora_name": adapter}
         self._events.append(event | {key: value for key, value in told.items() if value})
+
+    def offloaded(self, digest: bytes, block: Block, tier: int) -> None:
+        self.stored(Holding(block.namespace), [digest], block.parent, block.tokens, block.start)
+        self._events[-1]["medium"] = self.medium_of(tier)
 
     def removed(self, hashes: Sequence[bytes], medium: str | None = None) -> None:
         medium = medium or self.device

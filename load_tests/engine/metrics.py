@@ -144,18 +144,23 @@ def _vllm(page: Page, options: EngineOptions, scheduler: Scheduler, measures: Me
     page.family("num_requests_waiting_by_reason", "gauge", [(value, {"reason": name}) for name, value in reasons])
     page.gauge("kv_cache_usage_perc", cache.used_blocks / cache.num_blocks)
     page.counter("prefix_cache_queries", totals.prompt_tokens)
-    page.counter("prefix_cache_hits", totals.cached_tokens)
-    page.counter("external_prefix_cache_queries", 0)
-    page.counter("external_prefix_cache_hits", 0)
+    below = totals.host_tokens + totals.disk_tokens
+    device = totals.cached_tokens - below
+    page.counter("prefix_cache_hits", device)
+    page.counter("external_prefix_cache_queries", totals.prompt_tokens - device if cache.tiers else 0)
+    page.counter("external_prefix_cache_hits", below)
     page.counter("num_preemptions", totals.preemptions)
     page.counter("prompt_tokens", totals.prompt_tokens)
     sources = (
         ("local_compute", totals.computed_tokens),
-        ("local_cache_hit", totals.cached_tokens),
-        ("external_kv_transfer", 0),
+        ("local_cache_hit", device),
+        ("external_kv_transfer", below),
     )
     page.family("prompt_tokens_by_source", "counter", [(value, {"source": name}) for name, value in sources])
     page.counter("prompt_tokens_cached", totals.cached_tokens)
+    found = (("device", device), ("host", totals.host_tokens), ("p2p", 0), ("disk", totals.disk_tokens))
+    origins = [(value, {"source": name}) for name, value in (*found, ("external_unspecified", 0))]
+    page.family("prompt_tokens_cached_by_source", "counter", origins)
     page.counter("generation_tokens", totals.generated_tokens)
     ends = [(measures.finished[name], {"finished_reason": name}) for name in ("stop", "length", "abort", "error")]
     page.family("request_success", "counter", ends)
@@ -188,7 +193,10 @@ def _sglang(options: EngineOptions, ranks: Ranks) -> str:
     tokens.counter("generation_tokens", sum(totals.generated_tokens for totals in all_totals))
     tokens.counter("num_requests", sum(totals.requests for totals in all_totals))
     tokens.counter("num_aborted_requests", sum(totals.aborts for totals in all_totals))
-    tokens.counter("cached_tokens", sum(totals.cached_tokens for totals in all_totals), cache_source="device")
+    host, disk = (sum(getattr(totals, name) for totals in all_totals) for name in ("host_tokens", "disk_tokens"))
+    device = sum(totals.cached_tokens for totals in all_totals) - host - disk
+    found = (("device", device), ("host", host), ("storage", disk))
+    tokens.family("cached_tokens", "counter", [(value, {"cache_source": name}) for name, value in found])
     tokens.counter("evicted_tokens", sum(scheduler.cache.evicted_blocks for scheduler, _ in ranks) * page_size)
     tokens.histogram("time_to_first_token_seconds", measures.first_token)
     tokens.histogram("inter_token_latency_seconds", measures.token_gap)
@@ -215,6 +223,9 @@ def _sglang_load(load: Page, options: EngineOptions, scheduler: Scheduler) -> No
     load.gauge("kv_evictable_tokens", cache.evictable_blocks * page_size)
     load.gauge("kv_available_tokens", (room - used - cache.evictable_blocks) * page_size)
     load.gauge("max_total_num_tokens", room * page_size)
+    if cache.tiers is not None:
+        load.gauge("hicache_host_used_tokens", cache.tiers.used[0] * page_size)
+        load.gauge("hicache_host_total_tokens", options.host_tokens)
     load.gauge("page_size", page_size)
     load.gauge("num_pages", room)
     load.gauge("context_len", options.context_length)

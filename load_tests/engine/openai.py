@@ -18,7 +18,7 @@ from load_tests.engine.errors import ApiError, queue_full, stream_error
 from load_tests.engine.replies import Reply, Wanted, compose
 from load_tests.engine.template import JSON, TemplateError, render_tokens
 from load_tests.engine.tokens import is_tokens, tokenize
-from load_tests.engine.usage import timings, usage_of
+from load_tests.engine.usage import sglang_extra, timings, usage_of
 from load_tests.engine.wire import DONE, Call, Stream, event
 
 MAX_CHOICES = 128
@@ -190,6 +190,7 @@ async def _whole(
         for choice, work in zip(choices, job.works, strict=True):
             choice["token_ids"] = work.tokens[len(work.prompt) :]
     answer = chunks.whole(choices, usage_of(core.options, job, counted))
+    answer |= sglang_extra(core.options, call.body, job, counted)
     if dialect == "llamacpp":
         answer["timings"] = timings(job)
     return await call.json(answer)
@@ -221,6 +222,8 @@ async def _events(
         if ended:
             extra = {"timings": timings(job)} if core.options.dialect == "llamacpp" else {}
             yield chunks.finish(index, job.reason(index), reply, extra)
+    if extra := sglang_extra(core.options, call.body, job, counted):
+        yield chunks.extension(extra)
     options = call.body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
         yield chunks.usage(usage_of(core.options, job, counted, stream=True))

@@ -12,10 +12,12 @@ Dialect = Literal["vllm", "sglang", "llamacpp", "openai"]
 Role = Literal["unified", "prefill", "decode"]
 EventFormat = Literal["map", "positional"]
 EventHashes = Literal["int", "bytes"]
+OffloadEvents = Literal["placeholder", "full"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROLES: tuple[Role, ...] = get_args(Role)
 EVENT_FORMATS: tuple[EventFormat, ...] = get_args(EventFormat)
 EVENT_HASHES: tuple[EventHashes, ...] = get_args(EventHashes)
+OFFLOAD_EVENTS: tuple[OffloadEvents, ...] = get_args(OffloadEvents)
 
 
 class OptionError(ValueError):
@@ -31,6 +33,10 @@ class EngineOptions:
     multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. keep_alive is how long an idle
     connection is kept, in real seconds; 5 is what vLLM and SGLang give theirs. usage_details False leaves cached
     tokens out of usage, as engines do without --enable-prompt-tokens-details or --enable-cache-report.
+
+    host_tokens and disk_tokens are room below the device: what is evicted goes there, and a hit there is copied back at
+    rates.host and rates.disk seconds a token. offload_events "full" describes such blocks in vllm's events; the
+    default "placeholder", as vLLM's own, has their hashes only. SGLang always describes them.
 
     hybrid "boundary", "ends" or "every:N" serves a model with recurrent layers, whose hits end where a state was kept
     (see hybrid.py); hybrid_states is how many are kept. In vllm's events it has three mamba groups before attention.
@@ -65,6 +71,9 @@ class EngineOptions:
     seed: int = 0
     keep_alive: float = 5.0
     rates: Rates = field(default_factory=Rates)
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    offload_events: OffloadEvents = "placeholder"
     hybrid: str = ""
     hybrid_states: int = 256
     ranks: int = 1
@@ -98,12 +107,14 @@ class EngineOptions:
                 raise OptionError(f"{name} must be at least 1")
         if not 0 <= self.port <= 65535:
             raise OptionError("port must be between 0 and 65535")
-        for name in ("time_scale", "keep_alive"):
+        for name in ("time_scale", "keep_alive", "host_tokens", "disk_tokens"):
             if getattr(self, name) < 0:
                 raise OptionError(f"{name} must not be negative")
         if self.max_queued is not None and self.max_queued < 0:
             raise OptionError("max_queued must not be negative")
         self._check_events()
+        if (self.host_tokens or self.disk_tokens) and self.dialect == "llamacpp":
+            raise OptionError("llamacpp has no tiers below the device")
         if self.hybrid:
             try:
                 interval = interval_of(self.hybrid)
@@ -123,6 +134,8 @@ class EngineOptions:
             raise OptionError(f"event_format must be one of {', '.join(EVENT_FORMATS)}, not {self.event_format!r}")
         if self.event_hashes not in EVENT_HASHES:
             raise OptionError(f"event_hashes must be one of {', '.join(EVENT_HASHES)}, not {self.event_hashes!r}")
+        if self.offload_events not in OFFLOAD_EVENTS:
+            raise OptionError(f"offload_events must be one of {', '.join(OFFLOAD_EVENTS)}")
         if self.ranks > 1 and self.dialect not in ("vllm", "sglang"):
             raise OptionError(f"{self.dialect} has no data-parallel ranks")
         if not self.publishes:

@@ -23,12 +23,15 @@ class Rates:
     token: one uncached prompt token through the dense layers.
     decode: one sequence that decodes one token in the step.
     attention: one query-key pair.
+    host, disk: one token whose KV is copied back from host memory or from disk.
     """
 
     base: float = 8e-3
     token: float = 60e-6
     decode: float = 0.15e-3
     attention: float = 1e-9
+    host: float = 2e-6
+    disk: float = 20e-6
 
 
 def attention_pairs(context: int, new: int) -> float:

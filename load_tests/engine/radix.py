@@ -14,6 +14,7 @@ from itertools import count
 
 from load_tests.engine.cache import Holding, KVCache
 from load_tests.engine.hashes import Chain
+from load_tests.engine.tiers import Block, Sources
 
 Key = tuple[int, ...]
 
@@ -21,7 +22,7 @@ Key = tuple[int, ...]
 class Node:
     """An edge and what hangs below it: ``key`` is a whole number of pages of tokens, each with its hash if any are."""
 
-    __slots__ = ("children", "hashes", "key", "locks", "parent", "used")
+    __slots__ = ("children", "hashes", "key", "locks", "namespace", "parent", "start", "used")
 
     def __init__(self, key: Key, parent: Node | None, used: int) -> None:
         self.key = key
@@ -29,6 +30,8 @@ class Node:
         self.used = used
         self.locks = 0
         self.hashes: list[bytes] = []
+        self.namespace: str = parent.namespace if parent is not None else ""
+        self.start: int = parent.start + len(parent.key) if parent is not None else 0
         self.children: dict[Key, Node] = {}
 
 
@@ -76,27 +79,58 @@ class RadixCache(KVCache):
         return self._tree_pages - self._locked_pages
 
     def match(self, holding: Holding, tokens: Sequence[int]) -> int:
-        if not self.reuse or holding.namespace not in self._roots:
+        if not self.reuse:
             return 0
         key = self._whole_pages(tokens, len(tokens) - 1)
-        node, depth = self._roots[holding.namespace], 0
-        while child := node.children.get(key[depth : depth + self.block_size]):
+        depth, digest = self._descend(holding.namespace, key)
+        return depth + self.block_size * len(self._away(holding.namespace, key[depth:], digest))
+
+    def _descend(self, namespace: str, key: Key) -> tuple[int, bytes]:
+        """How much of ``key`` is in the tree, and the hash of the last page that is."""
+        node = self._roots.get(namespace)
+        depth, digest = 0, b""
+        while node is not None and (child := node.children.get(key[depth : depth + self.block_size])):
             shared = self._shared_pages(child.key, key[depth:])
             depth += shared
-            if shared < len(child.key):
+            if child.hashes:
+                digest = child.hashes[shared // self.block_size - 1]
+            node = child if shared == len(child.key) else None
+        return depth, digest
+
+    def _away(self, namespace: str, key: Key, digest: bytes) -> list[bytes]:
+        """Hashes of the leading pages of ``key`` that are on a tier below; ``digest`` is that of the page before."""
+        found: list[bytes] = []
+        if self.tiers is None or self._chain is None:
+            return found
+        for place in range(0, len(key), self.block_size):
+            digest = self._chain(digest, key[place : place + self.block_size], namespace)
+            if self.tiers.find(digest) is None:
                 break
-            node = child
-        return depth
+            found.append(digest)
+        return found
 
     def open(self, holding: Holding, tokens: Sequence[int], hit: int, upto: int) -> bool:
-        holding.node = self._walk(holding.namespace, tuple(tokens[:hit]))
+        here, digest = self._descend(holding.namespace, tuple(tokens[:hit]))
+        away = self._away(holding.namespace, tuple(tokens[here:hit]), digest)
+        holding.node = self._walk(holding.namespace, tuple(tokens[:here]))
         self._lock(holding.node)
-        holding.published, holding.open = hit, True
+        holding.published, holding.open = here, True
         holding.blocks = [0]
-        if self.grow(holding, tokens, upto):
-            return True
-        self._release(holding)
-        return False
+        # Read before room is made: that may push down the very blocks that are wanted.
+        holding.sources = self._restore(away, hit)
+        if not self.grow(holding, tokens, upto):
+            self._release(holding)
+            return False
+        self._insert(holding, tuple(tokens[:hit]))
+        return True
+
+    def _restore(self, away: Sequence[bytes], hit: int) -> Sources:
+        counts = [0, 0]
+        for digest in away:
+            assert self.tiers is not None
+            counts[self.tiers.find(digest) or 0] += self.block_size
+            self.tiers.use(digest)
+        return Sources(hit - sum(counts), *counts)
 
     def grow(self, holding: Holding, tokens: Sequence[int], upto: int) -> bool:
         missing = -(-(upto - holding.published) // self.block_size) - holding.blocks[0]
@@ -127,6 +161,8 @@ class RadixCache(KVCache):
         self._roots.clear()
         self._leaves.clear()
         self._tree_pages = 0
+        if self.tiers is not None:
+            self.tiers.clear(0)
         if self.journal is not None:
             self.journal.cleared()
         return True
@@ -153,6 +189,7 @@ class RadixCache(KVCache):
         """The node at the end of ``key``, which is in the tree; splits the edge in which it ends."""
         tick = next(self._ticks)
         node = self._roots.setdefault(namespace, Node((), None, tick))
+        node.namespace = namespace
         depth = 0
         while depth < len(key):
             child = node.children[key[depth : depth + self.block_size]]
@@ -170,7 +207,7 @@ class RadixCache(KVCache):
         upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
         assert node.parent is not None
         node.parent.children[node.key[: self.block_size]] = upper
-        node.key, node.parent = node.key[length:], upper
+        node.key, node.parent, node.start = node.key[length:], upper, node.start + length
         upper.children[node.key[: self.block_size]] = node
         return upper
 
@@ -178,8 +215,7 @@ class RadixCache(KVCache):
         """Hand the computed pages to the tree, give back those it had, and move the lock to the new end."""
         if len(key) <= holding.published:
             return
-        probe = Holding(holding.namespace)
-        known = self.match(probe, (*key, 0))
+        known, _ = self._descend(holding.namespace, key)
         node = self._walk(holding.namespace, key[:known])
         if known < len(key):
             leaf = Node(key[known:], node, next(self._ticks))
@@ -206,6 +242,17 @@ class RadixCache(KVCache):
             leaf.hashes.append(digest)
         if self.journal is not None:
             self.journal.stored(holding, leaf.hashes, before, leaf.key, start)
+
+    def _offload(self, leaf: Node) -> None:
+        """Its pages go below, last page first, so that of one prefix the end is forgotten before the start."""
+        assert self.tiers is not None
+        assert leaf.parent is not None
+        size, start = self.block_size, leaf.start
+        before = [leaf.parent.hashes[-1] if leaf.parent.hashes else None, *leaf.hashes]
+        for page in range(len(leaf.hashes) - 1, -1, -1):
+            tokens = leaf.key[page * size : (page + 1) * size]
+            block = Block(leaf.namespace, before[page], tokens, start + page * size)
+            self.tiers.offload(leaf.hashes[page], block)
 
     def _release(self, holding: Holding) -> None:
         self._own_pages -= holding.blocks[0]
@@ -258,5 +305,7 @@ class RadixCache(KVCache):
             self.evicted_blocks += size
             if self.journal is not None:
                 self.journal.removed(leaf.hashes)
+            if self.tiers is not None:
+                self._offload(leaf)
             pages -= size
             self._offer(parent)

@@ -17,6 +17,7 @@ from load_tests.engine.publisher import Publisher
 from load_tests.engine.radix import RadixCache
 from load_tests.engine.scheduler import Scheduler, Step
 from load_tests.engine.slots import SlotCache
+from load_tests.engine.tiers import Tiers
 
 # SGLang publishes after this many decode steps in a row (its --decode-log-interval).
 DECODE_INTERVAL = 40
@@ -28,26 +29,32 @@ def make_journal(options: EngineOptions) -> Journal | None:
     if options.dialect == "sglang":
         return SglangJournal(options.block_size)
     kind = HybridJournal if options.hybrid else VllmJournal
-    return kind(options.block_size, hashes=options.event_hashes, form=options.event_format)
+    placeholders = options.offload_events == "placeholder"
+    size, hashes, form = options.block_size, options.event_hashes, options.event_format
+    return kind(size, hashes=hashes, form=form, placeholders=placeholders)
 
 
 def make_cache(options: EngineOptions) -> KVCache:
     """The cache that the options mean, with its journal."""
     cache = _attention_cache(options)
     cache.journal = make_journal(options)
+    host, disk = options.host_tokens // options.block_size, options.disk_tokens // options.block_size
+    if host or disk:
+        cache.tiers = Tiers(host, disk, cache.journal)
     if not options.hybrid:
         return cache
     hybrid = HybridCache(cache, options.hybrid, options.hybrid_states)
     if isinstance(cache.journal, HybridJournal):
         cache.journal.marks = hybrid.marks
-    hybrid.journal = cache.journal
+    hybrid.journal, hybrid.tiers = cache.journal, cache.tiers
     return hybrid
 
 
 def _attention_cache(options: EngineOptions) -> KVCache:
     size, reuse = options.block_size, options.prefix_cache
     if options.dialect == "sglang":
-        chain = sglang_chain(options.hash_seed) if options.publishes else None
+        hashed = options.publishes or options.host_tokens or options.disk_tokens
+        chain = sglang_chain(options.hash_seed) if hashed else None
         return RadixCache(options.num_blocks, size, reuse=reuse, chain=chain)
     if options.dialect == "llamacpp":
         return SlotCache(options.max_running, options.context_length, reuse=reuse)
@@ -96,9 +103,14 @@ class Rank:
         if self.journal is not None and self.publisher is not None and (events := self.journal.take()):
             self.publisher.publish(events)
 
-    def clear(self) -> bool:
-        """Forget the cache; False while it is in use. SGLang tells at once, vLLM with the next step it executes."""
+    def clear(self, below: bool = False) -> bool:
+        """Forget the cache; False while it is in use. SGLang tells at once, vLLM with the next step it executes.
+
+        SGLang forgets host memory as well, vLLM all tiers if ``below``.
+        """
         done = self.cache.clear()
+        if done and below and self.cache.tiers is not None:
+            self.cache.tiers.clear()
         if done and self._paced and not self.scheduler.busy:
             self.publish()
         return done
@@ -116,4 +128,6 @@ class Rank:
             "kv_blocks_cached": cache.cached_blocks,
             "kv_blocks_leaked": cache.used_blocks - held,
             "evicted_blocks": cache.evicted_blocks,
+            "host_blocks": cache.tiers.used[0] if cache.tiers else 0,
+            "disk_blocks": cache.tiers.used[1] if cache.tiers else 0,
         }

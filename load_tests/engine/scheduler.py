@@ -16,6 +16,7 @@ from typing import Any
 
 from load_tests.engine.cache import Holding, KVCache
 from load_tests.engine.physics import Rates, step_seconds
+from load_tests.engine.tiers import NOWHERE, Sources
 
 
 class QueueFull(Exception):
@@ -40,6 +41,7 @@ class Work:
     holding: Holding = field(init=False)
     computed: int = 0
     cached: int | None = None
+    sources: Sources = NOWHERE
     emitted: int = 0
     preempted: int = 0
     state: str = "new"
@@ -66,7 +68,8 @@ class Step:
 @dataclass(slots=True)
 class Counters:
     """Totals since start. prompt, cached and computed are counted when a sequence is first admitted to a step, with
-    computed = prompt - cached; recomputed counts the prompt and output tokens that preemption made computing again."""
+    computed = prompt - cached; host and disk are the part of cached that came from there; recomputed counts the prompt
+    and output tokens that preemption made computing again."""
 
     requests: int = 0
     finished: int = 0
@@ -74,6 +77,8 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
@@ -100,6 +105,7 @@ class Scheduler:
         self.running: list[Work] = []
         self.waiting: deque[Work] = deque()
         self.totals = Counters()
+        self._restoring = 0.0
 
     @property
     def busy(self) -> bool:
@@ -191,6 +197,8 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.state, sequence.computed = "running", hit
+            found = sequence.holding.sources
+            self._restoring += found.host * self.rates.host + found.disk * self.rates.disk
             self._count_admission(sequence, hit, now)
             work.append((sequence, new))
             budget -= new
@@ -199,7 +207,9 @@ class Scheduler:
         if sequence.cached is not None:
             self.totals.recomputed_tokens += len(sequence.tokens) - hit
             return
-        sequence.cached, sequence.admitted = hit, now
+        sequence.cached, sequence.admitted, sequence.sources = hit, now, sequence.holding.sources
+        self.totals.host_tokens += sequence.sources.host
+        self.totals.disk_tokens += sequence.sources.disk
         self.totals.prompt_tokens += len(sequence.tokens)
         self.totals.cached_tokens += hit
         self.totals.computed_tokens += len(sequence.tokens) - hit
@@ -226,4 +236,5 @@ class Scheduler:
                 chunks.append((sequence.computed, new))
         self.totals.steps += 1
         prefill = sum(new for _, new in chunks)
-        return Step(work, step_seconds(self.rates, chunks, decodes, contexts), prefill, decodes)
+        restoring, self._restoring = self._restoring, 0.0
+        return Step(work, restoring + step_seconds(self.rates, chunks, decodes, contexts), prefill, decodes)

@@ -15,6 +15,7 @@ from load_tests.engine.openai import begin, choices_of, note_session, prompts_of
 from load_tests.engine.replies import Reply, Wanted, compose
 from load_tests.engine.template import JSON
 from load_tests.engine.tokens import IM_END
+from load_tests.engine.usage import cached_details
 from load_tests.engine.wire import DONE, Call, Stream, event
 
 DEFAULT_NEW_TOKENS = 128
@@ -50,7 +51,7 @@ def result(core: Core, job: Job, name: str, index: int, end: int, ended: bool) -
         "prompt_tokens": len(work.prompt),
         "completion_tokens": end,
         "cached_tokens": cached,
-        "cached_tokens_details": {"device": cached, "host": 0},
+        "cached_tokens_details": cached_details(work.sources),
         "weight_version": "default",
         "num_retractions": work.preempted,
         "reasoning_tokens": 0,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from load_tests.engine.cache import Holding, KVCache
 from load_tests.engine.radix import common_length
+from load_tests.engine.tiers import Sources
 
 SIMILARITY = 0.10
 
@@ -58,6 +59,7 @@ class SlotCache(KVCache):
         self._reserved[slot] = upto
         del self._idle[slot]
         holding.blocks, holding.open = [slot], True
+        holding.sources = Sources(shared)
         return True
 
     def grow(self, holding: Holding, tokens: Sequence[int], upto: int) -> bool:

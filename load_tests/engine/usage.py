@@ -7,6 +7,7 @@ from typing import Any
 
 from load_tests.engine.driver import Job
 from load_tests.engine.options import EngineOptions
+from load_tests.engine.tiers import Sources
 
 
 def prompt_figures(options: EngineOptions, job: Job, counted: Sequence[int]) -> tuple[int, int, int]:
@@ -42,6 +43,19 @@ def usage_of(options: EngineOptions, job: Job, counted: Sequence[int], *, stream
     if options.dialect == "sglang":
         usage["reasoning_tokens"] = 0
     return usage
+
+
+def cached_details(sources: Sources) -> dict[str, int]:
+    """SGLang's word on where cached tokens came from."""
+    return {"device": sources.device, "host": sources.host, "storage": sources.disk}
+
+
+def sglang_extra(options: EngineOptions, body: dict[str, Any], job: Job, counted: Sequence[int]) -> dict[str, Any]:
+    """SGLang's extension of an answer, for those who asked; empty for the others."""
+    if options.dialect != "sglang" or not body.get("return_cached_tokens_details"):
+        return {}
+    parts = zip(*(job.works[index].sources for index in counted), strict=True)
+    return {"sglext": {"cached_tokens_details": cached_details(Sources(*map(sum, parts)))}}
 
 
 def timings(job: Job) -> dict[str, Any]:
