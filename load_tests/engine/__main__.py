@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="engines with one seed answer a prompt alike")
     add("--hybrid", default="", metavar="RULE", help="recurrent layers; states kept at boundary, ends or every:N")
     add("--hybrid-states", type=int, default=256, metavar="N", help="states kept at most")
+    add("--tokenizer", default="", metavar="FILE", help="tokenizer.json of a real model")
+    add("--template", default="", metavar="FILE", help="jinja2 chat template of a real model")
     add("--host-tokens", type=int, default=0, metavar="N", help="room in host memory for what leaves the device")
     add("--disk-tokens", type=int, default=0, metavar="N", help="room on disk for what leaves host memory")
     _event_flags(arguments)
@@ -93,6 +95,8 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         metrics=not arguments.no_metrics,
         seed=arguments.seed,
         keep_alive=arguments.keep_alive,
+        tokenizer=arguments.tokenizer,
+        template=arguments.template,
         host_tokens=arguments.host_tokens,
         disk_tokens=arguments.disk_tokens,
         offload_events=arguments.offload_events,

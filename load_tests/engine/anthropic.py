@@ -18,8 +18,10 @@ from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError
 from load_tests.engine.openai import begin, note_session, with_choice
-from load_tests.engine.replies import Reply, Wanted, compose
-from load_tests.engine.template import JSON, TemplateError, compact, render_tokens
+from load_tests.engine.prompts import chat_prompt
+from load_tests.engine.replies import Reply, Wanted
+from load_tests.engine.speech import speak
+from load_tests.engine.template import JSON, compact
 from load_tests.engine.usage import prompt_figures
 from load_tests.engine.wire import Call, Stream, event
 
@@ -81,28 +83,26 @@ def chat_tools(body: JSON) -> list[JSON]:
     ]
 
 
-def prompt_of(body: JSON) -> list[int]:
-    try:
-        return render_tokens(chat_messages(body), chat_tools(body))
-    except TemplateError as error:
-        raise ApiError(400, str(error)) from None
+def prompt_of(core: Core, body: JSON) -> list[int]:
+    return chat_prompt(core.options, core.language, chat_messages(body), chat_tools(body), body=body, param=None)
 
 
 async def count_tokens(core: Core, call: Call) -> web.StreamResponse:
     resolve_model(core.options, call.body)
-    return await call.json({"input_tokens": len(prompt_of(call.body))})
+    return await call.json({"input_tokens": len(prompt_of(core, call.body))})
 
 
 async def messages(core: Core, call: Call) -> web.StreamResponse:
     body, options = call.body, core.options
     model, adapter = resolve_model(options, body)
-    prompt = prompt_of(body)
+    prompt = prompt_of(core, body)
     asked = integer(body, "max_tokens", 1)
     if asked is None:
         raise ApiError(400, "max_tokens: Field required")
     wanted = Wanted(wanted_tokens(options, len(prompt), asked), stop=stops_of(body, "stop_sequences"))
     last = chat_messages(body)[-1]["role"]
-    reply = compose(prompt, with_choice(wanted, chat_tools(body), _choice(body), last), seed=options.seed)
+    wanted = with_choice(wanted, chat_tools(body), _choice(body), last)
+    reply = speak(core.language, prompt, wanted, body, seed=options.seed)
     note_session(core, body)
     name = f"msg_{uuid4().hex}"
     job = begin(core, call, name, [prompt], [reply], namespace_of(options, body, adapter))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from load_tests.engine.replies import Reply
-from load_tests.engine.tokens import IM_END
 from load_tests.engine.wire import encode, event
 
 VLLM_FINGERPRINT = "vllm-0.33.0-tp1-sim"
@@ -19,23 +19,26 @@ def call_object(reply: Reply, number: int) -> dict[str, Any]:
 
 def matched_of(reply: Reply, reason: str) -> str | int | None:
     """SGLang's matched_stop: the stop string, or the end token's id."""
-    return reply.stop_reason or (IM_END if reason in ("stop", "tool_calls") else None)
+    return reply.stop_reason or (reply.tokens[-1] if reason in ("stop", "tool_calls") and reply.tokens else None)
 
 
 def chat_choice(dialect: str, index: int, reply: Reply, reason: str) -> dict[str, Any]:
     calls = [call_object(reply, number) for number in range(len(reply.calls))]
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content if not calls else None}
+    thoughts = reply.reasoning or None
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if calls else "")}
     choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
     if dialect == "vllm":
         message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": calls}
-        message["reasoning"] = None
+        message["reasoning"] = thoughts
         choice |= {"stop_reason": reply.stop_reason, "token_ids": None}
     elif dialect == "sglang":
-        message |= {"reasoning_content": None, "tool_calls": calls or None}
+        message |= {"reasoning_content": thoughts, "tool_calls": calls or None}
         choice["matched_stop"] = matched_of(reply, reason)
     else:
         if calls:
             message["tool_calls"] = calls
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if dialect == "llamacpp":
             del choice["logprobs"]
     return choice
@@ -51,8 +54,12 @@ def completion_choice(dialect: str, index: int, reply: Reply, reason: str) -> di
 
 
 class _Chunks:
+    """``prompt_ids``, by choice, are given when a vLLM request says return_token_ids: then each event carries the ids
+    that it shows, and those that show nothing travel with the next."""
+
     kind = ""
     chunk_kind = ""
+    prompt_ids: list[list[int]] | None = None
 
     def __init__(self, dialect: str, name: str, created: int, model: str) -> None:
         self.dialect = dialect
@@ -81,23 +88,23 @@ class _Chunks:
         """An event without choices, before usage."""
         return event({**self._head, "choices": [], **fields})
 
+    def _ids(self, index: int) -> list[int] | None:
+        """The ids generated since the last event that carried any; None where nobody asked."""
+        return None if self.prompt_ids is None else self._unsent.pop(index, [])
+
     def _fast(self, before: bytes, text: str, after: bytes) -> bytes:
         """The hot path: one JSON string between constants, instead of an object built and encoded for every token."""
         return b"".join((self._prefix, before, encode(text), after))
 
 
 class ChatChunks(_Chunks):
-    """``prompt_ids`` is given when a vLLM request says return_token_ids: then each event carries the ids that it shows,
-    and those that show nothing travel with the next."""
-
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    prompt_ids: list[int] | None = None
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         answer = super().whole(choices, usage)
         if self.prompt_ids is not None:
-            answer["prompt_token_ids"] = self.prompt_ids
+            answer["prompt_token_ids"] = self.prompt_ids[0]
         return answer
 
     def start(self, index: int) -> bytes:
@@ -105,7 +112,7 @@ class ChatChunks(_Chunks):
         choice["finish_reason"] = None
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self.dialect == "vllm":
-            chunk |= {"prompt_token_ids": self.prompt_ids, "prompt_text": None}
+            chunk |= {"prompt_token_ids": self.prompt_ids and self.prompt_ids[index], "prompt_text": None}
         elif self.dialect == "sglang":
             choice["delta"] = {"reasoning_content": None, **choice["delta"]}
             choice["matched_stop"] = None
@@ -116,23 +123,20 @@ class ChatChunks(_Chunks):
 
     def tokens(self, index: int, reply: Reply, start: int, end: int) -> Iterator[bytes]:
         """Events for tokens ``start:end``: neighbours of one kind are one event."""
-        text = ""
-        arguments = ""
-        for part in reply.parts[start:end]:
-            if part.kind == "text":
-                text += part.text
-            elif part.kind == "arguments":
-                arguments += part.text
-            elif part.kind == "tool":
-                call = call_object(reply, part.call)
-                call["function"] = {"name": part.text, "arguments": ""}
-                yield self._tool(index, {"index": part.call, **call})
         if self.prompt_ids is not None:
             self._unsent.setdefault(index, []).extend(reply.tokens[start:end])
-        if text:
-            yield self._content(index, text)
-        if arguments:
-            yield self._tool(index, {"index": 0, "function": {"arguments": arguments}})
+        for (kind, number), parts in groupby(reply.parts[start:end], key=lambda part: (part.kind, part.call)):
+            text = "".join(part.text for part in parts)
+            if kind == "text":
+                yield self._content(index, text)
+            elif kind == "reasoning":
+                yield self._reasoning(index, text)
+            elif kind == "arguments":
+                yield self._tool(index, {"index": number, "function": {"arguments": text}})
+            elif kind == "tool":
+                call = call_object(reply, number)
+                call["function"] = {"name": text, "arguments": ""}
+                yield self._tool(index, {"index": number, **call})
 
     def finish(self, index: int, reason: str, reply: Reply, extra: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
@@ -145,10 +149,6 @@ class ChatChunks(_Chunks):
             choice["delta"] = {"reasoning_content": None}
             choice["matched_stop"] = matched_of(reply, reason)
         return event(chunk)
-
-    def _ids(self, index: int) -> list[int] | None:
-        """The ids generated since the last event that carried any; None where nobody asked."""
-        return None if self.prompt_ids is None else self._unsent.pop(index, [])
 
     def _content(self, index: int, text: str) -> bytes:
         if self.prompt_ids is not None:
@@ -166,6 +166,15 @@ class ChatChunks(_Chunks):
             after = b'},"logprobs":null,"finish_reason":null}]}\n\n'
         return self._fast(before, text, after)
 
+    def _reasoning(self, index: int, text: str) -> bytes:
+        name = "reasoning" if self.dialect == "vllm" else "reasoning_content"
+        choice: dict[str, Any] = {"index": index, "delta": {name: text}, "logprobs": None, "finish_reason": None}
+        if self.dialect == "vllm":
+            choice["token_ids"] = self._ids(index)
+        elif self.dialect == "sglang":
+            choice["matched_stop"] = None
+        return event({**self._head, "choices": [choice]})
+
     def _tool(self, index: int, call: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {"index": index, "delta": {"tool_calls": [call]}, "logprobs": None}
         choice["finish_reason"] = None
@@ -178,13 +187,19 @@ class ChatChunks(_Chunks):
 class CompletionChunks(_Chunks):
     kind = "text_completion"
     chunk_kind = "text_completion"
+    _begun: frozenset[int] = frozenset()
 
     def start(self, index: int) -> bytes:
         return b""
 
     def tokens(self, index: int, reply: Reply, start: int, end: int) -> Iterator[bytes]:
         text = "".join(part.text for part in reply.parts[start:end])
-        if text:
+        if self.prompt_ids is not None:
+            self._unsent.setdefault(index, []).extend(reply.tokens[start:end])
+            if text:
+                choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
+                yield event({**self._head, "choices": [self._numbered(index, choice)]})
+        elif text:
             before = b',"choices":[{"index":' + str(index).encode() + b',"text":'
             after = b',"logprobs":null,"finish_reason":null'
             after += {"vllm": b',"stop_reason":null', "sglang": b',"matched_stop":null'}.get(self.dialect, b"")
@@ -193,7 +208,14 @@ class CompletionChunks(_Chunks):
     def finish(self, index: int, reason: str, reply: Reply, extra: dict[str, Any]) -> bytes:
         choice: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
         if self.dialect == "vllm":
-            choice["stop_reason"] = reply.stop_reason
+            choice = self._numbered(index, {**choice, "stop_reason": reply.stop_reason})
         elif self.dialect == "sglang":
             choice["matched_stop"] = matched_of(reply, reason)
         return event({**self._head, "choices": [choice], **extra})
+
+    def _numbered(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        """With the ids, and in a choice's first event those of its prompt, for those who asked."""
+        if self.prompt_ids is None:
+            return choice
+        first, self._begun = index not in self._begun, self._begun | {index}
+        return {**choice, "token_ids": self._ids(index), "prompt_token_ids": self.prompt_ids[index] if first else None}

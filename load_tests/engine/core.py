@@ -11,6 +11,7 @@ from load_tests.engine.asks import Traits
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError, queue_full
 from load_tests.engine.faults import Faults
+from load_tests.engine.language import load_language
 from load_tests.engine.options import EngineOptions
 from load_tests.engine.publisher import EventBus, Events, Publisher
 from load_tests.engine.rank import Rank
@@ -29,6 +30,7 @@ class Core:
         self.options = options
         self.faults = Faults(changed)
         self.recorder = Recorder()
+        self.language = load_language(options.tokenizer, options.template)
         self.restarts = 0
         self.errors = 0
         old = options.event_format == "positional"

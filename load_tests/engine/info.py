@@ -15,11 +15,12 @@ from load_tests.engine.core import Core
 from load_tests.engine.errors import ApiError
 from load_tests.engine.hybrid import HybridCache
 from load_tests.engine.openai import messages_of, tools_of
+from load_tests.engine.prompts import chat_prompt
 from load_tests.engine.publisher import HWM
 from load_tests.engine.rank import Rank
 from load_tests.engine.slots import SlotCache
-from load_tests.engine.template import JSON, TemplateError, render_tokens
-from load_tests.engine.tokens import detokenize, is_tokens, piece_of, tokenize
+from load_tests.engine.template import JSON
+from load_tests.engine.tokens import is_tokens
 from load_tests.engine.wire import Call
 
 VLLM_VERSION = "0.33.0"
@@ -215,24 +216,26 @@ async def slots(core: Core, call: Call) -> web.StreamResponse:
 async def tokenize_text(core: Core, call: Call) -> web.StreamResponse:
     body = call.body
     if core.options.dialect == "llamacpp":
-        return await call.json({"tokens": tokenize(str(body.get("content", "")))})
-    tokens = _tokens_of(body)
+        return await call.json({"tokens": core.language.encode(str(body.get("content", "")))})
+    tokens = _tokens_of(core, body)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": core.options.context_length, "tokens": tokens}
     if core.options.dialect == "vllm":
-        answer["token_strs"] = list(map(piece_of, tokens)) if body.get("return_token_strs") else None
+        answer["token_strs"] = (
+            [core.language.decode([token]) for token in tokens] if body.get("return_token_strs") else None
+        )
     return await call.json(answer)
 
 
-def _tokens_of(body: JSON) -> list[int]:
+def _tokens_of(core: Core, body: JSON) -> list[int]:
+    """vLLM's route, unlike its chat, does not know ``reasoning_content``."""
     if "messages" in body:
-        generate = body.get("add_generation_prompt", True)
-        try:
-            return render_tokens(messages_of(body), tools_of(body), generate=bool(generate))
-        except TemplateError as error:
-            raise ApiError(400, str(error), param="messages") from None
+        messages, generate = messages_of(body), bool(body.get("add_generation_prompt", True))
+        if core.options.dialect == "vllm":
+            messages = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
+        return chat_prompt(core.options, core.language, messages, tools_of(body), body=body, generate=generate)
     if not isinstance(body.get("prompt"), str):
         raise ApiError(400, "prompt or messages are needed", param="prompt")
-    return tokenize(body["prompt"])
+    return core.language.encode(body["prompt"], special=body.get("add_special_tokens") is not False)
 
 
 async def detokenize_ids(core: Core, call: Call) -> web.StreamResponse:
@@ -240,7 +243,7 @@ async def detokenize_ids(core: Core, call: Call) -> web.StreamResponse:
     if not is_tokens(tokens) and tokens != []:
         raise ApiError(400, "tokens must be a list of integers", param="tokens")
     key = {"sglang": "text", "llamacpp": "content"}.get(core.options.dialect, "prompt")
-    return await call.json({key: detokenize(tokens or ())})
+    return await call.json({key: core.language.decode(tokens or ())})
 
 
 async def reset_prefix_cache(core: Core, call: Call) -> web.StreamResponse:

@@ -15,9 +15,11 @@ from load_tests.engine.chunks import ChatChunks, CompletionChunks, chat_choice, 
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError, queue_full, stream_error
-from load_tests.engine.replies import Reply, Wanted, compose
-from load_tests.engine.template import JSON, TemplateError, render_tokens
-from load_tests.engine.tokens import is_tokens, tokenize
+from load_tests.engine.prompts import chat_prompt, prompts_of
+from load_tests.engine.replies import Reply, Wanted
+from load_tests.engine.speech import speak
+from load_tests.engine.template import JSON
+from load_tests.engine.tokens import is_tokens
 from load_tests.engine.usage import sglang_extra, timings, usage_of
 from load_tests.engine.wire import DONE, Call, Stream, event
 
@@ -97,26 +99,24 @@ async def chat_completions(core: Core, call: Call) -> web.StreamResponse:
         prompt, last_role = list(body["input_ids"]), "user"
     else:
         messages = messages_of(body)
-        try:
-            prompt = render_tokens(messages, [] if body.get("tool_choice") == "none" else tools)
-        except TemplateError as error:
-            raise ApiError(400, str(error), param="messages") from None
+        shown = [] if body.get("tool_choice") == "none" else tools
+        prompt = chat_prompt(options, core.language, messages, shown, body=body)
         last_role = messages[-1]["role"]
     asked = integer(body, "max_completion_tokens", 1) or integer(body, "max_tokens", 1)
     wanted = with_choice(sampling(body, prompt, options, asked), tools, body.get("tool_choice"), last_role)
-    replies = [compose(prompt, wanted, seed=options.seed, index=index) for index in range(count)]
+    replies = [speak(core.language, prompt, wanted, body, seed=options.seed, index=index) for index in range(count)]
     note_session(core, body)
     name = request_name(core, call, "chatcmpl-")
     chunks = ChatChunks(options.dialect, name, int(time.time()), model)
     if options.dialect == "vllm" and body.get("return_token_ids"):
-        chunks.prompt_ids = prompt
+        chunks.prompt_ids = [prompt] * count
     return await _answer(core, call, name, [prompt] * count, replies, namespace_of(options, body, adapter), chunks, 1)
 
 
 async def completions(core: Core, call: Call) -> web.StreamResponse:
     body, options = call.body, core.options
     model, adapter = resolve_model(options, body)
-    prompts, count = prompts_of(body), choices_of(body)
+    prompts, count = prompts_of(core.language, body), choices_of(body)
     asked = integer(body, "max_tokens", 1) or 16
     sequences: list[list[int]] = []
     replies: list[Reply] = []
@@ -124,27 +124,14 @@ async def completions(core: Core, call: Call) -> web.StreamResponse:
         wanted = sampling(body, prompt, options, asked)
         for index in range(count):
             sequences.append(prompt)
-            replies.append(compose(prompt, wanted, seed=options.seed, index=index))
+            replies.append(speak(core.language, prompt, wanted, body, seed=options.seed, index=index))
     note_session(core, body)
     name = request_name(core, call, "cmpl-")
     chunks = CompletionChunks(options.dialect, name, int(time.time()), model)
     namespace = namespace_of(options, body, adapter)
+    if options.dialect == "vllm" and body.get("return_token_ids"):
+        chunks.prompt_ids = sequences
     return await _answer(core, call, name, sequences, replies, namespace, chunks, len(prompts))
-
-
-def prompts_of(body: JSON, key: str = "prompt") -> list[list[int]]:
-    """A string, strings, token ids, or lists of token ids, as lists of token ids."""
-    value = body.get(key)
-    if isinstance(value, str) and value:
-        return [tokenize(value)]
-    if is_tokens(value):
-        return [list(value or ())]
-    if isinstance(value, list) and value:
-        if all(isinstance(item, str) and item for item in value):
-            return [tokenize(item) for item in value]
-        if all(is_tokens(item) for item in value):
-            return [list(item) for item in value]
-    raise ApiError(400, f"{key} must be a string, a list of strings, token ids or lists of token ids", param=key)
 
 
 async def _answer(
@@ -186,9 +173,11 @@ async def _whole(
     dialect = core.options.dialect
     pick = chat_choice if isinstance(chunks, ChatChunks) else completion_choice
     choices = [pick(dialect, index, reply, job.reason(index)) for index, reply in enumerate(job.replies)]
-    if isinstance(chunks, ChatChunks) and chunks.prompt_ids is not None:
+    if chunks.prompt_ids is not None:
         for choice, work in zip(choices, job.works, strict=True):
             choice["token_ids"] = work.tokens[len(work.prompt) :]
+            if isinstance(chunks, CompletionChunks):
+                choice["prompt_token_ids"] = list(work.prompt)
     answer = chunks.whole(choices, usage_of(core.options, job, counted))
     answer |= sglang_extra(core.options, call.body, job, counted)
     if dialect == "llamacpp":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from load_tests.engine.hybrid import interval_of
@@ -33,6 +34,9 @@ class EngineOptions:
     multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. keep_alive is how long an idle
     connection is kept, in real seconds; 5 is what vLLM and SGLang give theirs. usage_details False leaves cached
     tokens out of usage, as engines do without --enable-prompt-tokens-details or --enable-cache-report.
+
+    tokenizer is the path of a Hugging Face tokenizer.json, template that of a jinja2 chat template: with them the engine
+    counts, caches and publishes a real model's tokens. Both need the extra ``tokens``.
 
     host_tokens and disk_tokens are room below the device: what is evicted goes there, and a hit there is copied back at
     rates.host and rates.disk seconds a token. offload_events "full" describes such blocks in vllm's events; the
@@ -71,6 +75,8 @@ class EngineOptions:
     seed: int = 0
     keep_alive: float = 5.0
     rates: Rates = field(default_factory=Rates)
+    tokenizer: str = ""
+    template: str = ""
     host_tokens: int = 0
     disk_tokens: int = 0
     offload_events: OffloadEvents = "placeholder"
@@ -112,6 +118,9 @@ class EngineOptions:
                 raise OptionError(f"{name} must not be negative")
         if self.max_queued is not None and self.max_queued < 0:
             raise OptionError("max_queued must not be negative")
+        for name in ("tokenizer", "template"):
+            if getattr(self, name) and not Path(getattr(self, name)).is_file():
+                raise OptionError(f"{name} {getattr(self, name)} is no file")
         self._check_events()
         if (self.host_tokens or self.disk_tokens) and self.dialect == "llamacpp":
             raise OptionError("llamacpp has no tiers below the device")

@@ -17,9 +17,9 @@ from load_tests.engine.asks import integer, namespace_of, overflow, resolve_mode
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError
-from load_tests.engine.openai import begin, prompts_of
+from load_tests.engine.openai import begin
+from load_tests.engine.prompts import prompts_of
 from load_tests.engine.replies import Wanted, compose
-from load_tests.engine.tokens import tokenize
 from load_tests.engine.wire import Call
 
 DIMENSIONS = 32
@@ -61,7 +61,7 @@ def _score(query: Sequence[int], document: Sequence[int]) -> float:
 async def embeddings(core: Core, call: Call) -> web.StreamResponse:
     body = call.body
     model, adapter = resolve_model(core.options, body)
-    prompts = prompts_of(body, "input")
+    prompts = prompts_of(core.language, body, "input")
     size = integer(body, "dimensions", 1) or DIMENSIONS
     if size > MOST_DIMENSIONS:
         raise ApiError(400, f"dimensions must be at most {MOST_DIMENSIONS}, got {size}.", param="dimensions")
@@ -93,6 +93,7 @@ def _texts(body: dict[str, Any], *keys: str) -> list[str]:
 async def rerank(core: Core, call: Call) -> web.StreamResponse:
     body = call.body
     model, adapter = resolve_model(core.options, body)
+    tokenize = core.language.encode
     query, documents = tokenize(_texts(body, "query")[0]), _texts(body, "documents")
     pairs = [tokenize(text) for text in documents]
     prompts = [query + pair for pair in pairs]
@@ -111,6 +112,7 @@ async def score(core: Core, call: Call) -> web.StreamResponse:
     """vLLM: text_1 (or queries) against text_2 (or documents). SGLang: query against items."""
     body = call.body
     model, adapter = resolve_model(core.options, body)
+    tokenize = core.language.encode
     left = [tokenize(text) for text in _texts(body, "text_1", "queries", "query")]
     right = [tokenize(text) for text in _texts(body, "text_2", "documents", "items")]
     if len(left) == 1:

@@ -28,11 +28,11 @@ WORDS = (
 )
 # fmt: on
 
-TextKind = Literal["text", "tool", "arguments", "none"]
+TextKind = Literal["text", "reasoning", "tool", "arguments", "none"]
 
 
 class Part(NamedTuple):
-    """What one token shows: text, the start of a tool call (text is its name), a piece of its arguments, nothing."""
+    """What one token shows: text, reasoning, the start of a call (text is its name), a piece of its arguments, nothing."""
 
     kind: TextKind
     text: str
@@ -52,7 +52,8 @@ class ToolCall:
 @dataclass(slots=True)
 class Reply:
     """tokens: what is generated. parts: as many, what each shows. text: everything as text, calls included.
-    content: text outside tool calls. finish: stop, length or tool_calls. stop_reason: the stop string that matched."""
+    content: text outside tool calls and reasoning. finish: stop, length or tool_calls. stop_reason: the stop string
+    that matched."""
 
     tokens: list[int]
     parts: list[Part]
@@ -61,6 +62,7 @@ class Reply:
     finish: str
     stop_reason: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
 
 
 @dataclass(slots=True)

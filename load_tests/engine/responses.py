@@ -15,8 +15,10 @@ from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError
 from load_tests.engine.openai import begin, note_session, with_choice
-from load_tests.engine.replies import Reply, compose
-from load_tests.engine.template import JSON, TemplateError, render_tokens
+from load_tests.engine.prompts import chat_prompt
+from load_tests.engine.replies import Reply
+from load_tests.engine.speech import speak
+from load_tests.engine.template import JSON
 from load_tests.engine.usage import prompt_figures
 from load_tests.engine.wire import Call, Stream, event
 
@@ -81,13 +83,10 @@ async def create(core: Core, call: Call) -> web.StreamResponse:
         raise ApiError(400, "input must not be empty", param="input")
     instructions = body.get("instructions")
     head = [{"role": "system", "content": instructions}] if instructions else []
-    try:
-        prompt = render_tokens(head + history, tools)
-    except TemplateError as error:
-        raise ApiError(400, str(error), param="input") from None
+    prompt = chat_prompt(options, core.language, head + history, tools, body=body, param="input")
     asked = integer(body, "max_output_tokens", 1)
     wanted = with_choice(sampling(body, prompt, options, asked), tools, body.get("tool_choice"), history[-1]["role"])
-    reply = compose(prompt, wanted, seed=options.seed)
+    reply = speak(core.language, prompt, wanted, body, seed=options.seed)
     note_session(core, body)
     answer = _response(body, model)
     name = answer["id"]

@@ -11,10 +11,11 @@ from load_tests.engine.asks import integer, namespace_of, stops_of, wanted_token
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError, stream_error
-from load_tests.engine.openai import begin, choices_of, note_session, prompts_of, request_name
-from load_tests.engine.replies import Reply, Wanted, compose
+from load_tests.engine.openai import begin, choices_of, note_session, request_name
+from load_tests.engine.prompts import prompts_of
+from load_tests.engine.replies import Reply, Wanted
+from load_tests.engine.speech import speak
 from load_tests.engine.template import JSON
-from load_tests.engine.tokens import IM_END
 from load_tests.engine.usage import cached_details
 from load_tests.engine.wire import DONE, Call, Stream, event
 
@@ -38,7 +39,7 @@ def finish_object(reply: Reply, reason: str) -> JSON:
         return {"type": "abort", "message": "Aborted"}
     if reason == "length":
         return {"type": "length", "length": len(reply.tokens)}
-    return {"type": "stop", "matched": reply.stop_reason or IM_END}
+    return {"type": "stop", "matched": reply.stop_reason or reply.tokens[-1]}
 
 
 def result(core: Core, job: Job, name: str, index: int, end: int, ended: bool) -> JSON:
@@ -67,14 +68,21 @@ async def generate(core: Core, call: Call) -> web.StreamResponse:
     key = "input_ids" if body.get("input_ids") is not None else "text"
     value = body.get(key)
     batch = isinstance(value, list) and (key == "text" or bool(value and isinstance(value[0], list)))
-    prompts = prompts_of(body, key)
+    prompts = prompts_of(core.language, body, key)
     params = body.get("sampling_params") or {}
     if not isinstance(params, dict):
         raise ApiError(400, "sampling_params must be an object")
     count = choices_of(params)
     sequences = [prompt for prompt in prompts for _ in range(count)]
     replies = [
-        compose(prompt, wanted_of(core, params, prompt), seed=core.options.seed, index=number % count)
+        speak(
+            core.language,
+            prompt,
+            wanted_of(core, params, prompt),
+            body,
+            seed=core.options.seed,
+            index=number % count,
+        )
         for number, prompt in enumerate(sequences)
     ]
     note_session(core, body)

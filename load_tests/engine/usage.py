@@ -40,8 +40,15 @@ def usage_of(options: EngineOptions, job: Job, counted: Sequence[int], *, stream
         usage["prompt_tokens_details"] = details
     elif not stream:
         usage["prompt_tokens_details"] = None
+    thought = sum(
+        part.kind == "reasoning"
+        for work, reply in zip(job.works, job.replies, strict=True)
+        for part in reply.parts[: work.emitted]
+    )
     if options.dialect == "sglang":
-        usage["reasoning_tokens"] = 0
+        usage["reasoning_tokens"] = thought
+    elif thought:
+        usage["completion_tokens_details"] = {"reasoning_tokens": thought}
     return usage
 
 
