@@ -297,7 +297,8 @@ class AdminSite:
         key = request.headers.get("x-warmroute-tenant-key")
         if key is not None:
             named[b"authorization"] = f"Bearer {key}".encode()
-        return _json(gateway.dry_run(path, body, named, draw_of(named.get(b"x-request-id", b"dry run"))))
+        ids = await gateway.ids_for(path, body, named)
+        return _json(gateway.dry_run(path, body, named, draw_of(named.get(b"x-request-id", b"dry run")), ids))
 
     async def config(self, request: web.Request) -> web.Response:
         """The configuration in force, secrets hidden."""

@@ -40,9 +40,10 @@ from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Server
 from gateway.listing import models, models_body
 from gateway.metrics import Metrics, Tally
+from gateway.preparing import Mode, Preparing, Unrendered, ids_of
 from gateway.routing import Ask, Options, Routing, draw_of
 from gateway.sessions import Sessions
-from gateway.tenants import Tenants
+from gateway.tenants import Tenant, Tenants
 from gateway.workers import Charge, Target, Worker
 from kv_index.index import PrefixIndex
 from policies.base import Choice
@@ -56,6 +57,7 @@ _STORED = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel|/input_item
 MODELS = b"/v1/models"
 SALTED = frozenset(("vllm", "sglang", "tensorrt_llm"))
 """Engines that keep caches of different ``cache_salt`` apart."""
+USAGE = b',"stream_options":{"include_usage":true}}'
 RESERVE = 10.0
 """Retries that are allowed before there was any traffic to take a share of."""
 PINS = 100_000
@@ -80,6 +82,7 @@ class Gateway:
         retry_budget: float = 0.1,
         passthrough: tuple[str, ...] = (),
         isolation_key: str | None = None,
+        modes: Mapping[str, Mode] | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -91,6 +94,10 @@ class Gateway:
         self.options = options
         self.routing = Routing(fleet, sessions, index, metrics, options)
         policies = [options.default(), *options.policies.values(), *tenants.policies()]
+        self.modes = dict(modes or {})
+        """Model -> how token ids of its prompts are made."""
+        self.preparing: set[Preparing] = set()
+        self._default = options.default()
         self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
         """No policy here wants prompts."""
         self.limits_in = limits_in or Inward()
@@ -143,26 +150,119 @@ class Gateway:
                 raise WrongMethod(_show(incoming.path), b", ".join(route.methods).decode())
             self._exchange(incoming, client, dialect, route, request_id, started)
         except Fault as fault:
-            self._count_refusal(fault)
-            client.send(self.fault_response(dialect, fault, incoming, request_id))
-            client.done()
+            self._refuse(incoming, client, dialect, request_id, fault)
         except Exception:
             self.defect("taking a request")
-            failed = Internal("the gateway failed; its log says why")
-            client.send(self.fault_response(dialect, failed, incoming, request_id))
-            client.done()
+            self._refuse(incoming, client, dialect, request_id, Internal("the gateway failed; its log says why"))
+
+    def _refuse(self, incoming: Incoming, client: Inbound, dialect: Dialect, request_id: bytes, fault: Fault) -> None:
+        if not isinstance(fault, Internal):
+            self._count_refusal(fault)
+        client.send(self.fault_response(dialect, fault, incoming, request_id))
+        client.done()
 
     def _exchange(
         self, incoming: Incoming, client: Inbound, dialect: Dialect, route: Route, request_id: bytes, started: float
     ) -> None:
-        named = incoming.named
-        tenant = self.tenants.of(named)
+        tenant = self.tenants.of(incoming.named)
         reading = self._read(incoming, dialect, route)
         if route.kind == "stored" and (tenant.name, reading.previous or "") not in self._pins:
             raise NotFound(f"no response {reading.previous!r} is known here")
-        ask = self.routing.ask(tenant, reading, named, draw_of(request_id), started, memo=incoming.memo)
+        ids: bytes | None = None
+        mode = self._mode(tenant, reading) if self.modes else None
+        if mode is not None:
+            made = self._start(mode, route, incoming.body, reading)
+            if isinstance(made, asyncio.Future):
+
+                def then(ids: bytes | None, reason: str) -> None:
+                    if ids is None:
+                        self._by_text(reading, reason)
+                    try:
+                        self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+                    except Fault as fault:
+                        self._refuse(incoming, client, dialect, request_id, fault)
+                    except Exception:
+                        self.defect("taking a request")
+                        failed = Internal("the gateway failed; its log says why")
+                        self._refuse(incoming, client, dialect, request_id, failed)
+
+                Preparing(client, made, self.preparing, then)
+                return
+            ids = made
+        self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+
+    def _route(
+        self,
+        incoming: Incoming,
+        client: Inbound,
+        dialect: Dialect,
+        route: Route,
+        request_id: bytes,
+        started: float,
+        tenant: Tenant,
+        reading: Reading,
+        ids: bytes | None,
+    ) -> None:
+        draw = draw_of(request_id)
+        ask = self.routing.ask(
+            tenant, reading, incoming.named, draw, started, memo=incoming.memo, ids=ids, salt=self.salt
+        )
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.start()
+
+    # -- token ids --------------------------------------------------------------------------------------------------
+
+    def _mode(self, tenant: Tenant, reading: Reading) -> Mode | None:
+        """How this request's token ids are made; ``None`` where nobody needs them, or the client gave them."""
+        name = self._served_name(reading)
+        mode = self.modes.get(name) if name is not None else None
+        if mode is None or (reading.ids is not None and reading.ids() is not None):
+            return None
+        policy = tenant.policy or self.options.policies.get(name or "") or self._default
+        return mode if policy.needs_prefix else None
+
+    def _served_name(self, reading: Reading) -> str | None:
+        if reading.opaque or reading.make_prompt is None:
+            return None
+        if reading.model is not None:
+            return self.options.aliases.get(reading.model, reading.model)
+        try:
+            model = self.routing.model(None)
+        except Fault:
+            return None
+        return None if model is None else model.name
+
+    def _start(self, mode: Mode, route: Route, body: bytes, reading: Reading) -> bytes | asyncio.Future[bytes] | None:
+        try:
+            made = mode.start(route.kind, body)
+        except Unrendered as error:
+            self._by_text(reading, error.reason)
+            return None
+        except Exception:
+            self.defect("making token ids")
+            self._by_text(reading, "defect")
+            return None
+        if made is None:
+            self._by_text(reading, "dialect")
+        return made
+
+    def _by_text(self, reading: Reading, reason: str) -> None:
+        """A request of a model with a tokenizer is routed by text after all."""
+        self.metrics.token_fallbacks.add((self._served_name(reading) or "", reason))
+
+    async def ids_for(self, path: bytes, body: bytes, named: Mapping[bytes, bytes]) -> bytes | None:
+        """Token ids for a dry run, if its model has a tokenizer. Raises `Fault`."""
+        found = self.routes.get(path)
+        if not self.modes or found is None or found[1].opaque:
+            return None
+        dialect, route = found
+        reading = dialect.read(route, body)
+        mode = self._mode(self.tenants.of(named), reading)
+        try:
+            made = None if mode is None else mode.start(route.kind, body)
+            return await ids_of(made) if isinstance(made, asyncio.Future) else made
+        except Unrendered:
+            return None
 
     def _read(self, incoming: Incoming, dialect: Dialect, route: Route) -> Reading:
         encoding = incoming.named.get(b"content-encoding")
@@ -177,7 +277,9 @@ class Gateway:
             return reading
         return dialect.read(route, incoming.body, self._light)
 
-    def dry_run(self, path: bytes, body: bytes, named: Mapping[bytes, bytes], draw: int) -> dict[str, object]:
+    def dry_run(
+        self, path: bytes, body: bytes, named: Mapping[bytes, bytes], draw: int, ids: bytes | None = None
+    ) -> dict[str, object]:
         """What would be chosen for this body and why. Raises `Fault`; changes nothing."""
         found = self.routes.get(path)
         if found is None or found[1].opaque:
@@ -186,7 +288,7 @@ class Gateway:
         reading = dialect.read(route, body)
         tenant = self.tenants.of(named)
         now = self.clock()
-        ask = self.routing.ask(tenant, reading, named, draw, now, dry=True)
+        ask = self.routing.ask(tenant, reading, named, draw, now, ids=ids, salt=self.salt, dry=True)
         return self.routing.explain(ask, now, self.pinned(ask, set(), now))
 
     def _stored(self, path: bytes) -> tuple[Dialect, Route] | None:
@@ -214,6 +316,10 @@ class Gateway:
         body = exchange.body
         renamed = model is not None and reading.model is not None and reading.model != model.name
         salted = exchange.ask.tenant.isolated and exchange.route.generates and not reading.opaque
+        exchange.injected = reading.untold and exchange.ask.predicted is not None and target.worker.facts.injects_usage
+        if exchange.injected:
+            # Without usage a stream tells nothing of its cache. It has no such member yet, and ends with a brace.
+            body = body.rstrip()[:-1] + USAGE
         if not (renamed or reading.guarded or salted):
             return body
         if reading.opaque and model is not None and not _is_json(exchange.incoming):

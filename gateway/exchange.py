@@ -80,6 +80,7 @@ class Exchange:
         "gateway",
         "held",
         "incoming",
+        "injected",
         "last_at",
         "paused",
         "phase",
@@ -136,6 +137,8 @@ class Exchange:
         self.fields: list[tuple[bytes, bytes]] = []
         self.status = 0
         self.events = False
+        self.injected = False
+        """Usage was asked for that the client did not ask for."""
         self.alone = False
         """Its time to the first event tells what its prefill costs."""
         self.paused = client.slow
@@ -289,6 +292,7 @@ class Exchange:
             self.relay = self._make_relay(self.status, self.fields, length, self.events)
         else:
             self.relay = self.early
+        self.relay.unasked = self.injected and self.events
         self.fields = []
         if self.charge is not None and not self.events:
             self.first_at = self.last_at

@@ -110,7 +110,7 @@ class Probe:
                 return generic
         raise Malformed("it answers like no engine")
 
-    async def ask(self, worker: Worker, path: str, method: str = "GET") -> Answer:
+    async def ask(self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None) -> Answer:
         """``path`` of ``worker``. Raises `WorkerFault`, or `NoConnection` where this machine lacks what it takes."""
         assert self._session is not None
         key = worker.spec.api_key
@@ -118,7 +118,11 @@ class Probe:
             async with self._session.request(
                 method,
                 worker.url.rstrip("/") + path,
-                headers={"authorization": f"Bearer {key}"} if key else None,
+                data=body,
+                headers={
+                    **({"authorization": f"Bearer {key}"} if key else {}),
+                    **({"content-type": "application/json"} if body is not None else {}),
+                },
                 ssl=worker.tls or True,
                 allow_redirects=False,
             ) as response:

@@ -9,24 +9,28 @@ import logging
 import resource
 import signal
 import ssl
+from functools import partial
 from time import monotonic
+from typing import Any
 
 from gateway.admin import AdminSite
 from gateway.app import Gateway
 from gateway.config import Config, ModelConfig
 from gateway.engines.audit import lines as audit_lines
+from gateway.errors import NoWorker
 from gateway.fleet import Fleet
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
 from gateway.metrics import Metrics
+from gateway.preparing import Engines, Mode, Pool
 from gateway.probe import Probe
 from gateway.prompt import Thinking
 from gateway.routing import Options
 from gateway.sessions import Sessions
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
-from gateway.workers import Worker, WorkerSpec
+from gateway.workers import State, Worker, WorkerSpec
 from kv_index.blocks import BlockIndex
 from kv_index.checkpoints import Rule
 from kv_index.index import PrefixIndex, Rung
@@ -53,6 +57,8 @@ class Running:
         most = config.index.max_bytes
         self.index = PrefixIndex(RadixIndex(most), BlockIndex(most), self._moved)
         self.metrics = Metrics()
+        self.pool: Pool | None = None
+        self._asked = 0
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
         self.sessions = Sessions(
             most=config.sessions.max,
@@ -73,6 +79,7 @@ class Running:
             retry_budget=config.retries.budget,
             passthrough=tuple(config.passthrough),
             isolation_key=config.isolation_key,
+            modes=self._make_modes(),
         )
         self.probe = Probe(
             self.fleet,
@@ -134,11 +141,15 @@ class Running:
             self._listener.close()
         gateway.server.close_idle()
         deadline = gateway.clock() + config.drain_limit
-        while gateway.exchanges and gateway.clock() < deadline:
+        while (gateway.exchanges or gateway.preparing) and gateway.clock() < deadline:
             await asyncio.sleep(0.05)
         for exchange in list(gateway.exchanges):
             exchange.client.abort()
             exchange.client_gone()
+        for waiting in list(gateway.preparing):
+            waiting.client.abort_with_owner()
+        if self.pool is not None:
+            self.pool.close()
         await self.probe.stop()
         await self.subscriptions.stop()
         if self._upkeep is not None:
@@ -201,6 +212,36 @@ class Running:
             self._evicted.pop(target.id, None)
         for name in names:
             self.metrics.drop_target(name)
+
+    def _make_modes(self) -> dict[str, Mode]:
+        """How token ids are made, for models that have a tokenizer. Raises `ValueError` for a file that is none."""
+        modes: dict[str, Mode] = {}
+        tokenizers: dict[str, Any] = {}
+        for name, model in self.config.models.items():
+            if model.tokenizer is None:
+                continue
+            if self.pool is None:
+                self.pool = Pool(monotonic)
+            if model.tokenizer == "engine":
+                modes[name] = Engines(name, self.pool, monotonic, partial(self._ask_any, name))
+                continue
+            from gateway.templates import Template
+            from gateway.tokens import Tokenizer, TokenMode
+
+            found = tokenizers.get(model.tokenizer)
+            if found is None:
+                found = tokenizers[model.tokenizer] = Tokenizer(model.tokenizer)
+            template = Template.load(model.template, model.tokenizer) if model.template else None
+            modes[name] = TokenMode(name, found, template, self.pool)
+        return modes
+
+    async def _ask_any(self, model: str, path: str, body: bytes) -> Any:
+        """Have some ready worker of ``model`` answer. Raises `GatewayFault` or `WorkerFault`."""
+        ready = [worker for worker in self.fleet.serving(model) if worker.state is State.READY]
+        if not ready:
+            raise NoWorker(f"no worker serves {model!r} now")
+        self._asked += 1
+        return (await self.probe.ask(ready[self._asked % len(ready)], path, "POST", body)).json()
 
     def _described(self, worker: Worker) -> None:
         self.gateway.routing.described()

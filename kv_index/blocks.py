@@ -126,11 +126,12 @@ class Group:
 
 
 class _Target:
-    __slots__ = ("full", "groups", "id", "others", "size")
+    __slots__ = ("full", "groups", "id", "others", "sizes")
 
-    def __init__(self, id: int, size: int | None) -> None:
+    def __init__(self, id: int, sizes: dict[int, int]) -> None:
         self.id = id
-        self.size = size
+        self.sizes = sizes
+        """Number of a full group -> tokens in its blocks, as far as they are known before it stores any."""
         self.groups: dict[int, Group] = {}
         self.full: list[Group] = []
         self.others: list[Group] = []
@@ -202,7 +203,7 @@ class BlockIndex:
         state = self._targets.get(target)
         if state is None:
             return None
-        return state.full[0].size if state.full else state.size
+        return state.full[0].size if state.full else next(iter(state.sizes.values()), None)
 
     def match(self, symbols: bytes, ids: bytes = b"", start: int = 0) -> Held:
         """Who can reuse how much of the prompt with these chained symbols. Changes nothing.
@@ -229,9 +230,9 @@ class BlockIndex:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def add(self, target: int, size: int | None = None) -> None:
-        """Expect events of ``target``, whose full blocks have ``size`` tokens (``None``: as the first event says)."""
+        """Expect events of ``target``, whose first group's blocks have ``size`` tokens (``None``: as its first event says)."""
         if target not in self._targets:
-            self._targets[target] = _Target(target, size)
+            self._targets[target] = _Target(target, {} if size is None else {0: size})
 
     def store(
         self,
@@ -255,12 +256,18 @@ class BlockIndex:
         """
         state = self._targets.get(target)
         if state is None:
-            state = self._targets[target] = _Target(target, None)
+            state = self._targets[target] = _Target(target, {})
         hashes = [hash & PREFIX_BITS for hash in hashes]
         if not tokens:
             return self._copy(state, hashes, tier, group)
         if size <= 0 or len(tokens) // size < len(hashes):
             raise ValueError(f"{len(hashes)} blocks of {size} tokens in {len(tokens)} tokens")
+        if len(set(hashes)) < len(hashes):
+            raise ValueError("a block twice in one run")
+        try:
+            ids = Struct(f"<{len(tokens)}I").pack(*tokens)
+        except StructError:
+            raise ValueError("token ids must be integers from 0 to 2**32 - 1") from None
         if self.full:
             return False
         into = state.groups.get(group) or self._group(state, group, kind, size, window)
@@ -268,11 +275,12 @@ class BlockIndex:
             # The last, short page of a sequence: never reused.
             return True
         if size > into.size:
+            if tier:
+                # A lower tier in chunks of its own: what a chunk holds cannot be told block by block.
+                return False
             into = self._regroup(state, group, kind, size, window)
-        try:
-            ids = Struct(f"<{len(tokens)}I").pack(*tokens)
-        except StructError:
-            raise ValueError("token ids must be integers from 0 to 2**32 - 1") from None
+        if not hashes:
+            return True
         parent = None if parent is None else parent & PREFIX_BITS
         if into.slab is not None:
             return self._store_fine(into, hashes, parent, ids, tier, start)
@@ -285,11 +293,18 @@ class BlockIndex:
         if into.stride > 1:
             found = found[into.stride - 1 :: into.stride]
         if len(found) > len(hashes):
-            if not hashes:
-                return True
             before = found[-len(hashes) - 1]
             found = found[-len(hashes) :]
+            parent = before
         self.apply(into, hashes, found, before, tier)
+        if (
+            parent is not None
+            and not tier
+            and into.kind is Kind.FULL
+            and not self._holders[0].get(before, 0) & into.bit
+        ):
+            # What was stored lies behind a hole.
+            self._hole(into, before)
         return True
 
     def apply(
@@ -315,7 +330,11 @@ class BlockIndex:
         if holders.keys().isdisjoint(found):
             # New to all: nothing but C's own loops.
             holders.update(dict.fromkeys(found, bit))
-            self._links.update(itertools.pairwise(found))
+            if self._links.keys().isdisjoint(found):
+                self._links.update(itertools.pairwise(found))
+            else:
+                for pair in itertools.pairwise(found):
+                    self._link(*pair)
             self._link(before, found[0])
         else:
             for name in found:
@@ -363,25 +382,14 @@ class BlockIndex:
             else:
                 self._let_go(at, name, tier)
 
-    def forget(self, target: int, symbols: bytes, keep: int) -> None:
-        """``target`` turned out to hold at most ``keep`` tokens of the prompt with these chained symbols."""
-        state = self._targets.get(target)
-        if state is None:
-            return
-        for name in names(symbols)[keep // PAGE_TOKENS :]:
-            for group in state.full:
-                for tier in Tier:
-                    if self._holders[tier].get(name, 0) & group.bit:
-                        self._let_go(group, name, tier)
-
     def clear(self, target: int) -> None:
         """``target`` holds nothing any more."""
         state = self._targets.get(target)
         if state is None:
             return
-        size = self.block_size(target)
+        sizes = state.sizes | {at: group.size for at, group in state.groups.items() if group.kind is Kind.FULL}
         self.drop(target)
-        self._targets[target] = _Target(target, size)
+        self._targets[target] = _Target(target, sizes)
 
     def drop(self, target: int) -> None:
         """``target`` is gone."""
@@ -393,7 +401,15 @@ class BlockIndex:
         self._plain = None
 
     def sweep(self, most: int = 2000) -> bool:
-        """Take out up to ``most`` blocks of those that are gone; false when there are none left."""
+        """Upkeep, some times a second: take out up to ``most`` blocks of those that are gone, and what they have made of
+        others. False when none of them are left."""
+        for state in self._targets.values():
+            for group in state.full:
+                if group.holes:
+                    self._recount(group)
+                if group.slab is not None and not group.slab.held and len(group.slab):
+                    self._slots -= len(group.slab)
+                    group.slab = Slab(group.size, group.stride * PAGE_TOKENS)
         while self._retired and most > 0:
             group = self._retired[-1]
             for tier in Tier:
@@ -413,7 +429,7 @@ class BlockIndex:
 
     def _group(self, state: _Target, group: int, kind: Kind, size: int, window: int) -> Group | None:
         """A new group of ``state``; ``None`` where the first thing heard of it is a block that is too short."""
-        if kind is Kind.FULL and state.size is not None and size < state.size and not state.full:
+        if kind is Kind.FULL and size < state.sizes.get(group, 0):
             return None
         bit = 0
         if kind is Kind.FULL:
@@ -432,7 +448,7 @@ class BlockIndex:
         old = state.groups.pop(group)
         (state.full if old.kind is Kind.FULL else state.others).remove(old)
         self._retire(old)
-        state.size = None
+        state.sizes.pop(group, None)
         made = self._group(state, group, kind, size, window)
         assert made is not None
         return made
@@ -499,6 +515,8 @@ class BlockIndex:
         slab = group.slab
         assert slab is not None
         place = (start, b"") if parent is None else slab.place(parent)
+        if place is None and parent is not None and (known := group.name(parent)) is not None:
+            place = known, b""
         size = 4 * group.size
         blocks = len(ids) // size
         if place is None or len(hashes) < blocks:
@@ -529,17 +547,13 @@ class BlockIndex:
 
     def _apply_each(self, group: Group, hashes: Sequence[int], found: Sequence[int], before: int, tier: Tier) -> None:
         """`apply` where some are known already: each is one more copy, which is removed by itself."""
-        own, holders = group.own[tier], self._holders[tier]
+        own = group.own[tier]
         for hash, name in zip(hashes, found, strict=True):
             if hash not in own:
                 self.apply(group, [hash], [name], before, tier)
             else:
+                name = own[hash]
                 group.copies[tier, hash] = group.copies.get((tier, hash), 0) + 1
-                if group.kind is Kind.FULL and not holders.get(name, 0) & group.bit:
-                    # It was forgotten on a report, and is there after all.
-                    held = holders.get(name, 0) | group.bit
-                    holders[name] = self._shared.setdefault(held, held)
-                    self._close(group, [name])
             before = name
 
     # -- holes ------------------------------------------------------------------------------------------------------
@@ -574,18 +588,30 @@ class BlockIndex:
             if not self._held(name) and not any(self._held(each) for each in self._behind(name)):
                 self._links.pop(name, None)
         if not tier and not group.gone and any(holders.get(each, 0) & bit for each in self._behind(name)):
-            if not group.holes:
-                self._plain = None
-            group.holes.add(name)
-            if len(group.holes) >= PRUNE and not len(group.holes) & (len(group.holes) - 1):
-                self._recount(group)
+            self._hole(group, name)
         if len(self._shared) > MEMBERS:
             self._shared.clear()
+        if len(self._links) > PRUNE + 2 * sum(map(len, self._holders)):
+            self._links = {
+                each: behind
+                for each, behind in self._links.items()
+                if self._held(each) or any(self._held(one) for one in self._behind(each))
+            }
+
+    def _hole(self, group: Group, name: int) -> None:
+        if not group.holes:
+            self._plain = None
+        group.holes.add(name)
+        if len(group.holes) >= PRUNE and not len(group.holes) & (len(group.holes) - 1):
+            self._recount(group)
 
     def _recount(self, group: Group) -> None:
         """Forget holes that nothing lies behind any more."""
         holders, bit = self._holders[0], group.bit
+        had = len(group.holes)
         group.holes = {name for name in group.holes if any(holders.get(each, 0) & bit for each in self._behind(name))}
+        if had and not group.holes:
+            self._plain = None
 
     def _close(self, group: Group, found: Iterable[int]) -> None:
         group.holes.difference_update(found)
@@ -625,12 +651,8 @@ class BlockIndex:
         restored: dict[int, tuple[int, int, int]],
     ) -> int:
         """How much of a prompt one target can reuse: tokens, block by block."""
-        depth = min([self._closed(group, chain) for group in state.full])
+        depth = min([self._reached(group, chain, ids, start) for group in state.full])
         group = state.full[0]
-        if group.slab is not None and ids:
-            pages = depth // PAGE_TOKENS
-            before = chain[pages - 1] if pages else start
-            depth += group.slab.beyond(before, ids[4 * depth : 4 * depth + group.slab.unit])
         if state.others:
             depth = _resumable(state.others, chain, depth)
         if depth and group.deep:
@@ -641,6 +663,14 @@ class BlockIndex:
                 low[tier] += step
             if any(low[1:]):
                 restored[state.id] = (low[1], low[2], low[3])
+        return depth
+
+    def _reached(self, group: Group, chain: Sequence[int], ids: bytes, start: int) -> int:
+        depth = self._closed(group, chain)
+        if group.slab is not None and ids:
+            pages = depth // PAGE_TOKENS
+            before = chain[pages - 1] if pages else start
+            depth += group.slab.beyond(before, ids[4 * depth : 4 * depth + group.slab.unit])
         return depth
 
     def _closed(self, group: Group, chain: Sequence[int]) -> int:
@@ -673,11 +703,15 @@ class BlockIndex:
             for name, held in self._holders[tier].items():
                 assert held, "a prefix that nobody holds is kept"
                 assert held & ~wanted[tier].get(name, 0) == 0, "somebody is said to hold what it never stored"
+        strides = {group.stride for group in self._all_groups()}
         for state in self._targets.values():
             for group in state.full:
+                followed = (
+                    group.deep or group.slab is not None or len(state.full) > 1 or state.others or len(strides) > 1
+                )
                 assert self._places[group.bit.bit_length() - 1] == state.id, "a bit stands for another target"
                 for name, held in self._holders[0].items():
-                    if held & group.bit:
+                    if followed or held & group.bit:
                         continue
                     behind = [each for each in self._behind(name) if self._holders[0].get(each, 0) & group.bit]
                     assert not behind or name in group.holes, "a hole is not known"

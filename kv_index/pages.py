@@ -62,7 +62,7 @@ def paginate(prompt: bytes, previous: Pages | None = None, page: int = TEXT_PAGE
     end = len(prompt) // page * page
     view = memoryview(prompt)[:end]
     start, head = 0, b""
-    if previous is not None and 0 < previous.covered <= end and previous.covered % page == 0:
+    if previous is not None and 0 < previous.covered <= end and previous.full * page == previous.covered:
         covered = previous.covered
         if xxh3_128_digest(view[:covered]) == previous.digest:
             if covered == end:
@@ -78,8 +78,9 @@ def paginate(prompt: bytes, previous: Pages | None = None, page: int = TEXT_PAGE
 
 def root(*parts: bytes) -> int:
     """Where the chain of a namespace begins; 0 for no namespace at all."""
-    joined = b"\x00".join(parts)
-    return xxh3_64_intdigest(joined) & PREFIX_BITS if joined.strip(b"\x00") else 0
+    if not any(parts):
+        return 0
+    return xxh3_64_intdigest(b"".join([len(part).to_bytes(4, "little") + part for part in parts])) & PREFIX_BITS
 
 
 def chain(ids: bytes, start: int = 0, previous: Pages | None = None) -> Pages:
@@ -90,15 +91,15 @@ def chain(ids: bytes, start: int = 0, previous: Pages | None = None) -> Pages:
     end = len(ids) // TOKEN_PAGE * TOKEN_PAGE
     view = memoryview(ids)[:end]
     at, symbols, seed = 0, b"", start
-    if previous is not None and 0 < previous.covered <= end and previous.covered % TOKEN_PAGE == 0:
+    if previous is not None and 0 < previous.covered <= end and previous.full * TOKEN_PAGE == previous.covered:
         covered = previous.covered
-        if xxh3_128_digest(view[:covered], start) == previous.digest:
+        if xxh3_128_digest(view[:covered], CHAINED | start) == previous.digest:
             if covered == end:
                 return previous
             at, symbols = covered, previous.symbols
             seed = int.from_bytes(symbols[-SYMBOL:], "little")
     values = prefixes(view[at:], seed)
-    return Pages(symbols + Struct(f"<{len(values)}Q").pack(*values), end, xxh3_128_digest(view, start))
+    return Pages(symbols + Struct(f"<{len(values)}Q").pack(*values), end, xxh3_128_digest(view, CHAINED | start))
 
 
 def prefixes(ids: bytes | memoryview, start: int) -> list[int]:
@@ -117,6 +118,9 @@ def names(symbols: bytes) -> tuple[int, ...]:
     """Chained symbols as integers."""
     return Struct(f"<{len(symbols) // SYMBOL}Q").unpack(symbols)
 
+
+CHAINED = 1 << 63
+"""Seeds the digests of chained symbols: those of the same bytes that are not chained are others."""
 
 LONGEST_CUT = 512
 """Pages that are cut at once; bounds how many cutters there can be."""

@@ -47,7 +47,8 @@ class Slab:
         self._after: dict[int, set[int]] = {}
         """Prefix -> slots of the pages behind it."""
         self._gone: deque[int] = deque()
-        self._held = 0
+        self.held = 0
+        """Slots whose last block is held."""
 
     def __len__(self) -> int:
         return len(self._mark)
@@ -79,7 +80,7 @@ class Slab:
         self._hashes[at : at + self.per * 4] = (b"\0" * 4 * first + low).ljust(self.per * 4, b"\0")
         self._before[slot], self._name[slot], self._count[slot], self._end[slot] = before, name, count, hashes[-1]
         self._mark[slot] = HELD
-        self._held += 1
+        self.held += 1
         self._ends[hashes[-1]] = slot
         self._after.setdefault(before, set()).add(slot)
 
@@ -88,8 +89,10 @@ class Slab:
         slot = self._ends.get(hash)
         if slot is not None and self._mark[slot] == HELD:
             self._mark[slot] = GONE
-            self._held -= 1
+            self.held -= 1
             self._gone.append(slot)
+            if len(self._gone) > 2 * len(self._mark) + SPARE:
+                self._gone = deque(dict.fromkeys(each for each in self._gone if self._mark[each] == GONE))
 
     def beyond(self, before: int, ids: bytes) -> int:
         """Tokens of ``ids``, in whole blocks, that some held page behind ``before`` begins with."""
@@ -121,10 +124,10 @@ class Slab:
     def _hold(self, slot: int) -> None:
         if self._mark[slot] == GONE:
             self._mark[slot] = HELD
-            self._held += 1
+            self.held += 1
 
     def _take(self) -> int:
-        while len(self._gone) > SPARE + self._held:
+        while len(self._gone) > SPARE + self.held:
             slot = self._gone.popleft()
             if self._mark[slot] == GONE:
                 self._free(slot)

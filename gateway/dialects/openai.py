@@ -189,7 +189,7 @@ def usage_in(tail: bytes) -> Usage | None:
     """Counts of the last ``usage`` object in ``tail``."""
     found = object_at(tail, b'"usage"')
     if found is None:
-        return None
+        return _timings(tail)
     try:
         counts = _counts.decode(found)
     except msgspec.DecodeError:
@@ -200,6 +200,27 @@ def usage_in(tail: bytes) -> Usage | None:
     if prompt is None and completion is None:
         return None
     return Usage(prompt, completion, details.cached_tokens if details else None)
+
+
+class _Timings(msgspec.Struct):
+    cache_n: int
+    prompt_n: int
+    predicted_n: int | None = None
+
+
+_timings_of = msgspec.json.Decoder(_Timings)
+
+
+def _timings(tail: bytes) -> Usage | None:
+    """What llama.cpp ends every stream with."""
+    found = object_at(tail, b'"timings"')
+    if found is None:
+        return None
+    try:
+        told = _timings_of.decode(found)
+    except msgspec.DecodeError:
+        return None
+    return Usage(told.cache_n + told.prompt_n, told.predicted_n, told.cache_n)
 
 
 def namespace_of(common: Common) -> bytes:

@@ -19,7 +19,7 @@ class LlamaCpp:
         models = await served_models(ask) or []
         if models and owner(models) not in ("llamacpp", ""):
             return None
-        facts = Facts(engine=self.name, models=models)
+        facts = Facts(engine=self.name, models=models, injects_usage=True)
         version = props.get("build_info")
         facts.version = version if isinstance(version, str) else None
         slots = whole(props.get("total_slots"))

@@ -18,7 +18,7 @@ class TensorRT:
             return None
         version = (await ask("/version")).json()
         info = (await ask("/server_info")).json()
-        facts = Facts(engine=self.name, models=models)
+        facts = Facts(engine=self.name, models=models, injects_usage=True)
         if isinstance(version, dict) and isinstance(version.get("version"), str):
             facts.version = version["version"]
         tokens = whole(info.get("tokens_per_block")) if isinstance(info, dict) else None

@@ -9,10 +9,25 @@ from collections import deque
 
 from gateway.http.incoming import Incoming
 from gateway.http.server import Inbound
-from gateway.http.sse import boundary
+from gateway.http.sse import boundary, events
 
 FIRST = 2048
 COMMENT = b": keep-alive\n\n"
+
+USAGE = b'"choices":[]'
+"""What the last event before the end has, and no other, when usage was asked for."""
+
+
+def without_usage(data: bytes) -> bytes:
+    """Whole events without the one that only tells usage."""
+    kept, at = [], 0
+    for event in events(data):
+        end = at + len(event)
+        past = end + (4 if data.startswith(b"\r\n\r\n", end) else 2)
+        if USAGE not in event or b'"usage"' not in event:
+            kept.append(data[at:past])
+        at = past
+    return b"".join(kept) + data[at:]
 
 
 class Relay:
@@ -22,7 +37,7 @@ class Relay:
     is in the head; ``most``: bytes of an unfinished event that are held back.
     """
 
-    __slots__ = ("_chunked", "_held", "_most", "client", "events", "first", "head", "incoming", "tail")
+    __slots__ = ("_chunked", "_held", "_most", "client", "events", "first", "head", "incoming", "tail", "unasked")
 
     def __init__(
         self, client: Inbound, incoming: Incoming, head: bytes, *, events: bool, sized: bool, most: int
@@ -36,6 +51,8 @@ class Relay:
         self._most = most
         self.tail: deque[bytes] = deque(maxlen=4)
         """The last pieces that were passed on: of a stream, whole events."""
+        self.unasked = False
+        """There will be an event with usage that the client did not ask for."""
         self.first = b""
         """How the answer begins: up to `FIRST` bytes of its first piece."""
 
@@ -64,6 +81,10 @@ class Relay:
         if not self.tail:
             self.first = data[:FIRST]
         self.tail.append(data)
+        if self.unasked and USAGE in data:
+            data = without_usage(data)
+            if not data:
+                return
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
         if self.head:
             framed = self.head + framed

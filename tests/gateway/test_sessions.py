@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from gateway.config import Config
 from gateway.dialects import Reading, all_dialects
-from gateway.prompt import Prompt
+from gateway.prompt import Prompt, Thinking
 from gateway.sessions import Found, Session, Sessions
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import Raw, admin, chat, once, request
@@ -278,7 +278,7 @@ def tool(text: str) -> dict[str, Any]:
 def prompt_of(messages: list[dict[str, Any]], path: bytes = b"/v1/chat/completions", **fields: Any) -> Prompt:
     make = read({"messages": messages, **fields}, path).make_prompt
     assert make is not None
-    return make(False)
+    return make(Thinking.STRIP)
 
 
 SYSTEM = {"role": "system", "content": "You are a careful agent. " * 200}
@@ -370,7 +370,7 @@ def test_a_completion_without_messages_gives_no_lineage() -> None:
     for body in ({"prompt": "once upon"}, {"prompt": [1, 2, 3]}, {"prompt": ["a", "b"]}, {}):
         make = read(body, b"/v1/completions").make_prompt
         assert make is not None
-        assert talk.say(make(False)) is None
+        assert talk.say(make(Thinking.STRIP)) is None
     assert talk.say(prompt_of([])) is None
     assert len(talk.store) == 0
 
