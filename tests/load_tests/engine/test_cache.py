@@ -9,8 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 from load_tests.engine.blocks import BlockCache
 from load_tests.engine.cache import Holding, KVCache
+from load_tests.engine.hashes import sglang_chain
+from load_tests.engine.hybrid import HybridCache
 from load_tests.engine.radix import RadixCache
 from load_tests.engine.slots import SlotCache
+from load_tests.engine.tiers import Tiers
 
 TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 
@@ -112,6 +115,11 @@ def test_slots_keep_conversations_apart() -> None:
     assert cache.match(Holding(), [1] * 30) == 0
 
 
+def with_tiers(cache: KVCache) -> KVCache:
+    cache.tiers = Tiers(5, 5, None)
+    return cache
+
+
 def check(cache: KVCache, live: dict[int, tuple[Holding, list[int], int]]) -> None:
     holdings = [holding for holding, _, _ in live.values()]
     assert 0 <= cache.used_blocks <= cache.num_blocks
@@ -125,7 +133,16 @@ def check(cache: KVCache, live: dict[int, tuple[Holding, list[int], int]]) -> No
 @settings(max_examples=150, deadline=None)
 @given(
     make=st.sampled_from(
-        [lambda: BlockCache(12, 4), lambda: BlockCache(30, 1), lambda: RadixCache(40), lambda: RadixCache(12, 4)]
+        [
+            lambda: BlockCache(12, 4),
+            lambda: BlockCache(30, 1),
+            lambda: RadixCache(40),
+            lambda: RadixCache(12, 4),
+            lambda: HybridCache(BlockCache(12, 4), "boundary", 3),
+            lambda: HybridCache(RadixCache(40), "ends", 3),
+            lambda: with_tiers(BlockCache(12, 4)),
+            lambda: with_tiers(RadixCache(12, 4, chain=sglang_chain(0))),
+        ]
     ),
     steps=st.lists(
         st.one_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import aiohttp
@@ -27,10 +28,18 @@ async def reset(http: aiohttp.ClientSession, engine: Engine, path: str) -> None:
 
 
 def test_vllm_hashes_are_its_own_sha256_cbor() -> None:
-    """Digests that a real engine computed for tokens 1..8 in blocks of 4."""
-    assert cbor([b"\x01", [1, 24, 256, 70_000, 1 << 40], None, "text"]).hex() == (
-        "8441018501181819010 01a000111701b0000010000000000f66474657874".replace(" ", "")
-    )
+    """Digests that real engines computed for tokens 1..8 in blocks of 4."""
+    assert sha256(cbor("0")).hexdigest().startswith("4e1195df020de59e"), "the root with PYTHONHASHSEED=0"
+    root = sha256(cbor("vllm-none-hash")).digest()
+    block = sha256(cbor([root, [1, 2, 3, 4], None])).digest()
+    assert block.hex().startswith("58d0879dff3800f6")
+    assert unsigned(sha256(cbor([block, [5, 6, 7, 8], None])).digest()) == 0xD43B57DF56B58FB1
+    salted = cbor([root, [1, 2, 3, 4], [["cache_salt", "tenant-a"]]])
+    assert sha256(salted).hexdigest().startswith("0e172de9010f20a9")
+
+
+def test_vllm_chains_carry_seed_adapter_and_salt() -> None:
+    assert cbor([24, 256, 70_000, 1 << 40]).hex() == "8418181901001a000111701b0000010000000000"
     chain = vllm_chain(0)
     first = chain(b"", [1, 2, 3, 4], "")
     assert len(first) == 32

@@ -19,7 +19,7 @@ from load_tests.engine import Engine, EngineOptions
 from load_tests.engine.options import OptionError
 from tests.load_tests.engine.conftest import Start
 from tests.load_tests.engine.talk import LONG, post, user
-from tests.load_tests.engine.wiretap import END, Batch, batches, frames_of_replay, heard, subscribed
+from tests.load_tests.engine.wiretap import END, Batch, batches, frames_from, frames_of_replay, heard, subscribed
 
 
 async def complete(http: aiohttp.ClientSession, engine: Engine, tokens: list[int], **fields: Any) -> dict[str, Any]:
@@ -268,6 +268,10 @@ async def test_a_process_says_where_its_events_are(http: aiohttp.ClientSession) 
             told = await answer.json()
         assert [told[key]["endpoint"] for key in ("0", "1")] == events
         assert [told[key]["replay_endpoint"] for key in ("0", "1")] == replays
+        body, headers = {"prompt": [1] * 17, "max_tokens": 1}, {"X-Data-Parallel-Rank": "1"}
+        async with http.post(url + "/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+        assert [len(await frames_from(endpoint)) for endpoint in replays] == [1, 2]
     finally:
         process.kill()
         await process.wait()

@@ -29,10 +29,14 @@ class Batch(NamedTuple):
 
 async def frames_of_replay(engine: Engine, start: int = 0, rank: int = 0) -> list[list[bytes]]:
     """Every answer to a replay, up to the end marker, as a DEALER sees it."""
+    return await frames_from(engine.replay_endpoints[rank], start)
+
+
+async def frames_from(endpoint: str, start: int = 0) -> list[list[bytes]]:
     context = zmq.asyncio.Context()
     try:
         dealer = context.socket(zmq.DEALER)
-        dealer.connect(engine.replay_endpoints[rank])
+        dealer.connect(endpoint)
         await dealer.send_multipart([b"", start.to_bytes(8, "big")])
         found: list[list[bytes]] = []
         while not found or END not in found[-1]:
