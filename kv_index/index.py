@@ -40,7 +40,7 @@ PATIENCE = 2.0
 UNHEARD = 5
 """How often they may fail to, in a row."""
 SETTLED = 1.0
-"""Seconds for which an ended request counts as in flight: its last events may be on their way."""
+"""Seconds for which an ended request counts as in flight, at most: its last events may be on their way."""
 OFTEN = 32
 """Measurements of a cache's size that are made as they come; further ones every `SELDOM` seconds."""
 SELDOM = 10.0
@@ -157,7 +157,8 @@ class PrefixIndex:
         self.low: dict[int, Rung] = {}
         """Targets below `Rung.PREDICTED`."""
         self._flying = RadixIndex(64 * 1024 * 1024)
-        self._landed: deque[tuple[float, bytes, bytes, int, int, float]] = deque()
+        self._landed: dict[int, deque[tuple[float, bytes, bytes, float]]] = {}
+        """target -> (until when it counts, namespace, symbols, when it was sent) of ended requests."""
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -221,14 +222,12 @@ class PrefixIndex:
         self.radix.unpin(place, target)
         trust = self.trust.get(target)
         if trust is not None and trust.fed:
-            self._landed.append((now + SETTLED, namespace, symbols, target, 0, sent))
+            self._landed.setdefault(target, deque()).append((now + SETTLED, namespace, symbols, sent))
 
     def sweep(self, now: float) -> None:
         """Upkeep, some times a second."""
-        landed = self._landed
-        while landed and landed[0][0] <= now:
-            _, namespace, symbols, target, keep, sent = landed.popleft()
-            self._flying.forget(namespace, symbols, target, keep, sent)
+        for target in [target for target, landed in self._landed.items() if landed[0][0] <= now]:
+            self._arrived(target, now)
         self.blocks.sweep()
         for target, trust in self.trust.items():
             if trust.awaited is not None and now - trust.awaited[0] > PATIENCE:
@@ -250,6 +249,8 @@ class PrefixIndex:
         trust = self.of(target)
         trust.batches += 1
         trust.unheard = 0
+        if target in self._landed:
+            self._arrived(target, inf)
         if cleared:
             self.emptied(target)
         if whole and not trust.whole:
@@ -258,6 +259,15 @@ class PrefixIndex:
             self._rise(target, trust, "events")
         elif trust.rung is Rung.PREDICTED and trust.reason == "no_events" and trust.whole:
             self._rise(target, trust, "events")
+
+    def _arrived(self, target: int, until: float) -> None:
+        """Of requests that ended, events tell now, or will not."""
+        landed = self._landed[target]
+        while landed and landed[0][0] <= until:
+            _, namespace, symbols, sent = landed.popleft()
+            self._flying.forget(namespace, symbols, target, 0, sent)
+        if not landed:
+            del self._landed[target]
 
     def silenced(self, target: int, reason: str, forget: bool) -> None:
         """Events of ``target`` cannot be relied on, as of now; ``forget``: what they told is void."""
@@ -282,7 +292,7 @@ class PrefixIndex:
         trust = self.of(target)
         if trust.fed and told.prompt - told.cached >= 2 * told.block + PAGE_TOKENS and trust.awaited is None:
             trust.awaited = (now, trust.batches)
-        if told.predicted >= DOUBTED and told.cached < 0.1 * told.predicted:
+        if trust.rung is not Rung.EXACT and told.predicted >= DOUBTED and told.cached < 0.1 * told.predicted:
             trust.nothing += 1
             if trust.nothing == NOTHING:
                 self.radix.clear(target)
@@ -366,6 +376,7 @@ class PrefixIndex:
         """``target`` is gone."""
         self.radix.remove(target)
         self._flying.remove(target)
+        self._landed.pop(target, None)
         self.blocks.drop(target)
         self.trust.pop(target, None)
         self.low.pop(target, None)
