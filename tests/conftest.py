@@ -6,6 +6,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.qwen import Files, qwen_files
+
 # How long a machine takes to make an example says nothing of what is tested.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -29,3 +31,9 @@ def require() -> Require:
         pytest.skip(f"not run, {name} is missing: {cure}")
 
     return decide
+
+
+@pytest.fixture(scope="session")
+def qwen(require: Require) -> Files:
+    """Where the real Qwen3.5 tokenizer and chat template lie."""
+    return qwen_files(require)
