@@ -30,7 +30,6 @@ class Model:
     def __init__(self, size: int) -> None:
         self.size = size
         self.count: Counter[tuple[int, Key]] = Counter()
-        self.hidden: set[tuple[int, Ids, int]] = set()
 
     def known(self, key: Key) -> bool:
         return any(self.count[tier, key] for tier in range(TIERS))
@@ -41,20 +40,15 @@ class Model:
             keys = [key for key in keys if self.known(key) and not self.count[tier, key]]
         for key in keys:
             self.count[tier, key] += 1
-            self.hidden.discard((tier, key.ids, key.start))
 
     def remove(self, tier: int, keys: Iterable[Key]) -> None:
         for key in keys:
             self.count[tier, key] -= self.count[tier, key] > 0
 
-    def forget(self, ids: Ids, start: int, keep: int) -> None:
-        whole = len(ids) // 16 * 16
-        self.hidden |= {(tier, ids[:n], start) for n in range(keep + 1, whole + 1) for tier in range(TIERS)}
-
     def tier(self, ids: Ids, start: int) -> int | None:
         """The highest tier that holds the block at which ``ids`` end."""
         for tier in range(TIERS):
-            if (tier, ids, start) not in self.hidden and any(self.count[tier, Key(ids, start, v)] for v in (0, 1)):
+            if any(self.count[tier, Key(ids, start, v)] for v in (0, 1)):
                 return tier
         return None
 

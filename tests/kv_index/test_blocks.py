@@ -4,11 +4,12 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_index.blocks import BlockIndex, Kind, Tier
+from kv_index.blocks import BlockIndex, Held, Kind, Tier
 from kv_index.pages import root
-from tests.kv_index.block_model import Ids, Key, keys, pages, symbols
+from tests.kv_index.block_model import Ids, Key, Model, hashed, keys, pages, symbols
 
 HALF = 1 << 64
 TENANT = root(b"tenant")
@@ -527,7 +528,6 @@ def test_an_index_without_room_is_refused():
 def test_what_is_not_known_is_passed_over():
     index = BlockIndex()
     index.remove(0, [1])
-    index.forget(0, symbols(EIGHT), 0)
     index.clear(0)
     index.drop(0)
     assert 0 not in index
@@ -543,51 +543,7 @@ def test_what_is_not_known_is_passed_over():
     index.remove(0, [1], group=5)
 
 
-# -- reports, ends and beginnings -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keep", "held"), [(0, 0), (15, 0), (16, 16), (47, 32), (48, 48), (127, 112), (128, 128), (500, 128)]
-)
-def test_what_a_report_denies_is_hidden_and_stored_again_it_is_back(keep, held):
-    index = eight()
-    index.store(1, LONG, None, EIGHT, 16)
-    index.forget(0, symbols(EIGHT), keep)
-    assert index.match(symbols(EIGHT)).tokens == {1: 128} | ({0: held} if held else {})
-    index.check()
-    index.store(0, LONG, None, EIGHT, 16)
-    assert depth(index, EIGHT) == 128
-    index.check()
-
-
-def test_a_report_hides_larger_blocks_whole_and_on_every_tier():
-    index = BlockIndex()
-    index.store(0, BLOCKS, None, SIX, 64)
-    index.store(0, BLOCKS, None, SIX, 64, tier=Tier.DISK)
-    index.forget(0, symbols(SIX), 100)
-    assert index.match(symbols(SIX)) == ({0: 64}, {})
-    index.check()
-
-
-def test_the_removal_of_what_a_report_denied_is_harmless():
-    index = eight()
-    index.forget(0, symbols(EIGHT), 64)
-    index.remove(0, LONG[4:])
-    assert depth(index, EIGHT) == 64
-    assert index.entries == 4
-    index.store(0, LONG[4:], 4, EIGHT[64:], 16)
-    assert depth(index, EIGHT) == 128
-    index.remove(0, LONG[4:])
-    assert depth(index, EIGHT) == 64
-    index.check()
-
-
-def test_other_prompts_keep_what_a_report_does_not_deny():
-    index = eight()
-    index.store(0, [50, 51], 3, pages(30, 31), 16)
-    index.forget(0, symbols(EIGHT), 48)
-    assert depth(index, pages(0, 1, 2, 30, 31)) == 80
-    assert depth(index, EIGHT) == 48
+# -- ends and beginnings ----------------------------------------------------------------------------------------------
 
 
 def test_clearing_keeps_the_block_size_and_dropping_does_not():
@@ -653,3 +609,403 @@ def test_sweeping_takes_no_more_than_it_may_at_once():
         assert index.entries == left
     assert not index.sweep(3)
     assert index.entries == 0
+
+
+# -- more of what must not happen -------------------------------------------------------------------------------------
+
+
+def test_a_branch_behind_a_block_that_was_away_does_not_hide_the_old_branch():
+    """What was stored behind a prefix is remembered while it is there, though the prefix is stored anew."""
+    index = eight()
+    index.remove(0, [2])
+    index.store(0, [2, 90], 1, pages(1, 9), 16)
+    index.remove(0, [90, 2])
+    index.check()
+    assert depth(index, EIGHT) == 16
+
+
+def test_a_block_that_was_never_told_is_a_hole():
+    index = BlockIndex()
+    index.store(0, [1], None, pages(0), 16)
+    index.store(0, [3, 4], 1, pages(1, 2, 3), 16)
+    assert depth(index, EIGHT) == 16
+    index.store(0, [2], 1, pages(1), 16)
+    assert depth(index, EIGHT) == 64
+
+
+def test_targets_with_blocks_of_different_sizes_pass_the_check():
+    index = BlockIndex()
+    for target, size in enumerate(SIZES):
+        index.store(target, range(1, 1 + 192 // size), None, branch(), size)
+        index.check()
+    assert index.match(symbols(branch())).tokens == dict.fromkeys(range(4), 192)
+
+
+def test_refused_token_ids_in_larger_blocks_change_nothing():
+    index = eight()
+    with pytest.raises(ValueError, match="token ids"):
+        index.store(0, [9], 8, [-1] * 32, 32)
+    assert index.block_size(0) == 16
+    assert depth(index, EIGHT) == 128
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK, Tier.SHARED])
+def test_larger_blocks_on_a_lower_tier_are_not_placed_and_do_not_change_the_size(tier):
+    """A lower tier may work in chunks of its own."""
+    index = eight()
+    assert not index.store(0, [21, 22], None, EIGHT[:64], 32, tier=tier)
+    assert not index.store(0, [23], 8, pages(8, 9, 10, 11), 64, tier=tier)
+    assert index.block_size(0) == 16
+    assert index.entries == 8
+    assert index.match(symbols(EIGHT)) == ({0: 128}, {})
+    assert index.store(0, LONG, None, EIGHT, 16, tier=tier)
+    assert index.blocks(0, tier) == 8
+    index.check()
+
+
+def test_a_size_told_beforehand_is_that_of_the_first_group():
+    index = BlockIndex()
+    index.add(0, 64)
+    assert index.store(0, [1], None, SIX[:32], 32, group=0), "short"
+    assert index.store(0, [5, 6], None, SIX[:64], 32, group=1)
+    assert index.entries == 2
+    assert index.store(0, [1], None, SIX[:64], 64, group=0)
+    assert depth(index, SIX) == 64
+    index.check()
+
+
+def test_an_event_without_hashes_and_shorter_than_a_block_changes_nothing():
+    index = eight()
+    index.store(0, [], 8, pages(8)[:9], 16)
+    assert depth(index, EIGHT) == 128
+
+
+def test_a_hash_twice_in_one_event_leaves_no_ghost():
+    """No engine should; but what is wrong of one target must not become a holding of the next."""
+    index = BlockIndex()
+    for again in (1, 1 - HALF, 1 + HALF):
+        with pytest.raises(ValueError, match="twice"):
+            index.store(0, [1, again], None, pages(0, 1), 16)
+    assert index.entries == 0
+    index.check()
+    index.drop(0)
+    index.sweep()
+    index.store(5, [7], None, pages(8), 16)
+    assert index.match(symbols(EIGHT)) == ({}, {})
+
+
+def test_a_hash_that_comes_with_other_tokens_leaves_no_ghost():
+    index = BlockIndex()
+    index.store(0, [1], None, pages(0), 16)
+    try:
+        index.store(0, [1], None, pages(1), 16)
+        index.check()
+    except ValueError:
+        pass
+    index.drop(0)
+    index.sweep()
+    index.store(5, [7], None, pages(8), 16)
+    assert index.match(symbols(pages(0))) == index.match(symbols(pages(1))) == ({}, {})
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_was_stored_behind_what_is_forgotten_when_all_of_it_is_gone(backwards):
+    """Engines tell removals from the front as well as from the back."""
+    index = BlockIndex()
+    for number in range(1000):
+        names = range(10 * number + 1, 10 * number + 5)
+        index.store(0, names, None, pages(number, 1, 2, 3), 16)
+        index.remove(0, reversed(names) if backwards else names)
+    assert index.entries == 0
+    assert len(index._links) < 200
+
+
+def test_holes_that_are_gone_cost_no_time_for_ever():
+    """Removals told from the front make holes for a moment; a target is matched by bisection again soon after."""
+    index = eight()
+    for number in range(100, 140):
+        names = range(10 * number + 1, 10 * number + 5)
+        index.store(0, names, None, pages(number, 1, 2, 3), 16)
+        index.remove(0, names)
+    index.sweep()
+    assert not index._targets[0].groups[0].holes
+    assert depth(index, EIGHT) == 128
+    index.check()
+
+
+def test_after_clearing_groups_of_different_sizes_each_is_heard_again():
+    index = BlockIndex()
+    index.store(0, [1], None, SIX[:64], 64, group=0)
+    index.store(0, [5, 6], None, SIX[:64], 32, group=1)
+    index.clear(0)
+    index.store(0, [5], None, SIX[:32], 32, group=1)
+    index.store(0, [1], None, SIX[:64], 64, group=0)
+    assert depth(index, SIX) == 32
+
+
+# -- any order of events ----------------------------------------------------------------------------------------------
+
+
+class Blocks(RuleBasedStateMachine):
+    """Whatever the order of events, every prompt is held exactly as far as the model says."""
+
+    sizes: tuple[int, ...] = SIZES
+    """Of each target's blocks."""
+    prompts: Sequence[Ids] = PROMPTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex()
+        self.chains = {(prompt, start): symbols(prompt, start) for prompt in self.prompts for start in (0, TENANT)}
+        self.models: dict[int, Model] = {}
+        self.life = 0
+        self.seeds = {target: target for target in range(len(self.sizes))}
+        self.tiers: Sequence[Tier] = (Tier.DEVICE,)
+
+    def prompt(self, number: int) -> Ids:
+        return self.prompts[number % len(self.prompts)]
+
+    def model(self, target: int) -> Model:
+        return self.models.setdefault(target, Model(self.sizes[target]))
+
+    def hash(self, target: int, key: Key) -> int:
+        """As one engine or another would write it: signed, or of 64 bits, or of 128."""
+        whole = hashed(self.seeds[target], key)
+        low = whole % HALF
+        return (whole, low, low - HALF, whole - (1 << 128))[len(key.ids) // 16 % 4]
+
+    def put(self, target: int, tier: Tier, all: list[Key], first: int, end: int, known: int | None = None) -> None:
+        some = all[first:end]
+        if not some:
+            return
+        told = some if known is None else some[-known:]
+        parent = all[first - 1] if first else None
+        size = self.sizes[target]
+        model = self.model(target)
+        placed = parent is None or model.known(parent) or all_known(model, told)
+        model.store(tier, told, parent)
+        result = self.index.store(
+            target,
+            [self.hash(target, key) for key in told],
+            None if parent is None else self.hash(target, parent),
+            some[-1].ids[first * size :],
+            size,
+            tier=tier,
+            start=some[0].start,
+        )
+        assert result == placed
+
+    @rule(engine=TARGET, prompt=PROMPT, first=BLOCK, count=COUNT, start=START)
+    def store(self, engine, prompt, first, count, start):
+        engine %= len(self.sizes)
+        self.put(engine, Tier.DEVICE, keys(self.prompt(prompt), self.sizes[engine], start), first, first + count)
+
+    @rule(engine=TARGET, prompt=PROMPT, start=START)
+    def store_all_that_lacks(self, engine, prompt, start):
+        """As an engine does: what it holds of the prompt is not told again."""
+        engine %= len(self.sizes)
+        size = self.sizes[engine]
+        depth, _ = self.model(engine).match(self.prompt(prompt), start)
+        self.put(engine, Tier.DEVICE, keys(self.prompt(prompt), size, start), depth // size, 12)
+
+    @rule(engine=TARGET, prompt=PROMPT, first=BLOCK, count=COUNT, start=START, data=st.data())
+    def remove(self, engine, prompt, first, count, start, data):
+        engine %= len(self.sizes)
+        tier = data.draw(st.sampled_from(self.tiers))
+        gone = keys(self.prompt(prompt), self.sizes[engine], start)[first : first + count]
+        if data.draw(st.booleans()):
+            gone.reverse()
+        self.model(engine).remove(tier, gone)
+        self.index.remove(engine, [self.hash(engine, key) for key in gone], tier)
+
+    @rule(engine=TARGET, prompt=PROMPT, at=BLOCK, start=START)
+    def remove_one(self, engine, prompt, at, start):
+        engine %= len(self.sizes)
+        gone = keys(self.prompt(prompt), self.sizes[engine], start)[at : at + 1]
+        self.model(engine).remove(Tier.DEVICE, gone)
+        self.index.remove(engine, [self.hash(engine, key) for key in gone])
+
+    @rule(engine=TARGET, hashes=st.lists(st.integers(-(1 << 63), 1 << 256), max_size=3))
+    def remove_unknown(self, engine, hashes):
+        engine %= len(self.sizes)
+        self.index.remove(engine, hashes)
+
+    @rule(engine=TARGET, prompt=PROMPT)
+    def unknown_parent(self, engine, prompt):
+        engine %= len(self.sizes)
+        size = self.sizes[engine]
+        assert not self.index.store(
+            engine, [self.life + 1, self.life + 2], 12345, self.prompt(prompt)[: 2 * size], size
+        )
+
+    @rule(engine=TARGET)
+    def clear(self, engine):
+        engine %= len(self.sizes)
+        size = self.index.block_size(engine)
+        self.index.clear(engine)
+        assert self.index.block_size(engine) == size
+        self.models.pop(engine, None)
+
+    @rule(engine=TARGET)
+    def restart(self, engine):
+        """An engine that is started again names every block anew."""
+        engine %= len(self.sizes)
+        self.index.drop(engine)
+        assert engine not in self.index
+        self.models.pop(engine, None)
+        self.life += 4
+        self.seeds[engine] = self.life + engine
+
+    @rule(most=st.integers(0, 20))
+    def sweep(self, most):
+        assert self.index.sweep(most) in (True, False)
+
+    @invariant()
+    def sound(self):
+        self.index.check()
+        for (prompt, start), chained in self.chains.items():
+            tokens, restored = {}, {}
+            for target, model in self.models.items():
+                depth, (_, host, disk, shared) = model.match(prompt, start)
+                if depth:
+                    tokens[target] = depth
+                if host or disk or shared:
+                    restored[target] = (host, disk, shared)
+            assert self.index.match(chained) == Held(tokens, restored)
+        for target, model in self.models.items():
+            for tier in self.tiers:
+                held = sum(at == tier and count > 0 for (at, _), count in model.count.items())
+                assert self.index.blocks(target, tier) == held
+                assert self.index.tokens(target, tier) == held * self.sizes[target]
+
+    def teardown(self):
+        for target in range(len(self.sizes)):
+            self.index.drop(target)
+        while self.index.sweep(7):
+            pass
+        self.index.check()
+        assert self.index.entries == 0
+        assert self.index.footprint == 0, "an index that holds nothing costs nothing"
+
+
+def all_known(model: Model, told: Sequence[Key]) -> bool:
+    return bool(told) and all(model.known(key) for key in told)
+
+
+class Tiered(Blocks):
+    """And on several tiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers = tuple(Tier)
+
+    @rule(engine=TARGET, tier=TIER, prompt=PROMPT, first=BLOCK, count=COUNT, start=START)
+    def store_on(self, engine, tier, prompt, first, count, start):
+        engine %= len(self.sizes)
+        self.put(engine, tier, keys(self.prompt(prompt), self.sizes[engine], start), first, first + count)
+
+    @rule(engine=TARGET, tier=TIER, prompt=PROMPT, first=BLOCK, count=COUNT, start=START)
+    def store_by_hash(self, engine, tier, prompt, first, count, start):
+        """Without tokens: what is known from elsewhere is placed."""
+        engine %= len(self.sizes)
+        some = keys(self.prompt(prompt), self.sizes[engine], start)[first : first + count]
+        model = self.model(engine)
+        placed = all_known(model, some)
+        model.store(tier, some, Key((), -1))
+        assert self.index.store(engine, [self.hash(engine, key) for key in some], None, [], 0, tier=tier) == placed
+
+
+class Twins(Blocks):
+    """And with blocks of the same tokens under several hashes: an image, say, of which the tokens tell nothing."""
+
+    @rule(engine=TARGET, prompt=PROMPT, first=BLOCK, count=COUNT, variant=VARIANT)
+    def store_twin(self, engine, prompt, first, count, variant):
+        engine %= len(self.sizes)
+        self.put(engine, Tier.DEVICE, keys(self.prompt(prompt), self.sizes[engine], 0, variant), first, first + count)
+
+    @rule(engine=TARGET, prompt=PROMPT, first=BLOCK, count=COUNT, variant=VARIANT)
+    def remove_twin(self, engine, prompt, first, count, variant):
+        engine %= len(self.sizes)
+        gone = keys(self.prompt(prompt), self.sizes[engine], 0, variant)[first : first + count]
+        self.model(engine).remove(Tier.DEVICE, gone)
+        self.index.remove(engine, [self.hash(engine, key) for key in gone])
+
+
+class Masked(Blocks):
+    """And with fewer hashes than blocks: those of the last ones."""
+
+    @rule(engine=TARGET, prompt=PROMPT, first=BLOCK, count=COUNT, told=st.integers(1, 3))
+    def store_last(self, engine, prompt, first, count, told):
+        engine %= len(self.sizes)
+        self.put(engine, Tier.DEVICE, keys(self.prompt(prompt), self.sizes[engine]), first, first + count, told)
+
+
+class Close:
+    """Few prompts and targets of one block size: events meet in the same places."""
+
+    sizes = (16, 16)
+    prompts = tuple([prompt[:96] for prompt in (branch(), branch(1), branch(2), branch(3), branch(2, 4))])
+
+
+class CloseBlocks(Close, Blocks):
+    pass
+
+
+class CloseTwins(Close, Twins):
+    pass
+
+
+class CloseMasked(Close, Masked):
+    pass
+
+
+class CloseTiered(Close, Tiered):
+    pass
+
+
+def cases(machine: type[RuleBasedStateMachine], examples: int) -> type:
+    case = machine.TestCase
+    case.settings = settings(max_examples=examples, stateful_step_count=40)
+    return case
+
+
+TestBlocks = cases(Blocks, 30)
+TestTiered = cases(Tiered, 40)
+TestTwins = cases(Twins, 30)
+TestMasked = cases(Masked, 30)
+TestCloseBlocks = cases(CloseBlocks, 30)
+TestCloseTiered = cases(CloseTiered, 30)
+TestCloseTwins = cases(CloseTwins, 30)
+TestCloseMasked = cases(CloseMasked, 30)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_short_lives_are_mirrored_exactly(seed):
+    """Few events each, so that between two holes a target is found by bisection again, which is where errors hide."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        machine = CloseBlocks()
+        index, done = machine.index, []
+        machine.chains = {case: chain for case, chain in machine.chains.items() if not case[1]}
+        for _ in range(rng.randrange(4, 14)):
+            target, prompt = rng.randrange(10) // 8, rng.randrange(5)
+            ids = machine.prompt(prompt)
+            all = keys(ids, 16)
+            held = machine.model(target).match(ids)[0] // 16
+            [do] = rng.choices(("grow", "repeat", "hint", "cut", "hole"), (8, 2, seed % 2, 3, 4))
+            at = rng.randrange(6)
+            done.append((do, target, prompt, at))
+            if do == "grow":
+                machine.put(target, Tier.DEVICE, all, held, rng.randrange(held, 7))
+            elif do == "repeat":
+                machine.put(target, Tier.DEVICE, all, at, at + 2)
+            elif do == "hint":
+                machine.put(target, Tier.DEVICE, all, held, 6, rng.randrange(1, 4))
+            else:
+                gone = all[at:][:: rng.choice((1, -1))] if do == "cut" else all[at : at + 1]
+                machine.model(target).remove(Tier.DEVICE, gone)
+                index.remove(target, [machine.hash(target, key) for key in gone])
+            try:
+                machine.sound()
+            except AssertionError as error:
+                raise AssertionError(f"after {done}") from error

@@ -96,7 +96,8 @@ def test_chains_of_different_starts_share_nothing():
 
 def test_the_partial_page_of_a_chain_has_no_symbol():
     assert chain(bytes(TOKEN_PAGE - 1)).full == 0
-    assert chain(b"") == EMPTY
+    assert chain(b"")[:2] == EMPTY[:2]
+    assert chain(b"").digest != EMPTY.digest, "what is chained is told from what is not"
     assert chain(bytes(TOKEN_PAGE)).covered == TOKEN_PAGE
     assert chain(bytes(2 * TOKEN_PAGE - 4)).full == 1
     assert prefixes(b"", 7) == []
@@ -133,10 +134,29 @@ def test_no_namespace_at_all_has_no_root():
     assert root() == root(b"") == root(b"", b"") == 0
 
 
-@given(st.lists(st.binary(min_size=1, max_size=8).map(lambda part: part.replace(b"\0", b"0")), min_size=1, max_size=3))
+@given(st.lists(st.binary(min_size=1, max_size=8), min_size=1, max_size=3))
 def test_a_namespace_has_a_root_of_its_own(parts):
     begin = root(*parts)
     assert 0 < begin <= PREFIX_BITS
     assert begin == root(*parts)
     others = [(*parts, b"x"), (b"", *parts), (*parts, b""), (b"x" + parts[0], *parts[1:])]
     assert len({begin, *[root(*each) for each in others]}) == 5
+
+
+# -- more of what must not happen -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [64, 256, 512])
+def test_a_previous_prompt_of_another_kind_is_not_trusted(length):
+    """One prompt may be routed by its text and then by its token ids."""
+    ids = bytes(range(256)) * 4
+    by_bytes = paginate(ids[:length], page=TOKEN_PAGE)
+    assert chain(ids, 0, by_bytes) == chain(ids)
+    assert paginate(ids, by_bytes) == paginate(ids)
+    assert paginate(ids, chain(ids[:length])) == paginate(ids)
+
+
+def test_parts_of_a_namespace_are_told_apart_whatever_they_contain():
+    assert root(b"model\0", b"salt") != root(b"model", b"\0salt")
+    assert root(b"model\0salt") != root(b"model", b"salt")
+    assert root(b"\0") != 0, "a part of zeros is a part"

@@ -7,7 +7,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import kv_index.slab
-from kv_index.blocks import BlockIndex, Tier
+from kv_index.blocks import BlockIndex, Kind, Tier
 from kv_index.pages import root
 from kv_index.slab import SPARE, SPLITS, Slab
 from tests.kv_index.block_model import Ids, Key, Model, hashed, keys, packed, symbols
@@ -385,3 +385,53 @@ def test_more_places_inside_pages_than_are_remembered_are_all_found():
         assert rest == packed(ids[at // 16 * 16 : at + 1] if at % 16 < 15 else ())
         assert before is not None
     assert len(slab._splits) <= SPLITS
+
+
+# -- more of what must not happen -------------------------------------------------------------------------------------
+
+
+def test_a_run_on_a_lower_tier_is_placed_behind_one_there():
+    index = BlockIndex()
+    assert put(index, TRUNK[:32], tier=Tier.HOST)
+    assert put(index, TRUNK, 32, tier=Tier.HOST)
+    assert index.match(symbols(TRUNK), packed(TRUNK)) == ({0: 48}, {0: (48, 0, 0)})
+
+
+def test_of_two_full_groups_of_small_blocks_the_shorter_counts_to_the_token():
+    index = BlockIndex()
+    for group, end in ((0, 30), (1, 20)):
+        names = [hashed(0, key) for key in keys(TRUNK[:end], 1)]
+        index.store(0, names, None, TRUNK[:end], 1, group=group, kind=Kind.FULL)
+    assert depth(index, TRUNK) == 20
+
+
+def test_a_run_without_hashes_and_shorter_than_a_block_changes_nothing():
+    index = BlockIndex()
+    put(index, TRUNK[:6], size=2)
+    index.store(0, [], hashed(0, keys(TRUNK, 2)[2]), [7], 2)
+    assert depth(index, TRUNK) == 6
+
+
+def test_a_run_stored_and_removed_again_and_again_costs_no_more():
+    index = BlockIndex()
+    for _ in range(3 * SPARE):
+        put(index, TRUNK[:16])
+        take(index, TRUNK[:16])
+    slab = index._targets[0].groups[0].slab
+    assert slab is not None
+    assert len(slab) == 1
+    assert len(slab._gone) <= 2 * SPARE
+
+
+def test_ends_of_runs_that_are_gone_leave_room():
+    index = BlockIndex(max_bytes=10_000)
+    number = 0
+    while not index.full:
+        index.store(0, range(8 * number + 1, 8 * number + 6), None, [number, 2, 3, 4, 5], 1)
+        number += 1
+    index.remove(0, range(1, 8 * number))
+    assert index.entries == 0
+    index.sweep()
+    assert index.footprint == 0
+    assert put(index, TRUNK)
+    assert depth(index, TRUNK) == 48
