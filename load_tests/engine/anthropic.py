@@ -6,7 +6,7 @@ cache_creation_input_tokens = prompt), and in a stream only by message_delta.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +19,7 @@ from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError
 from load_tests.engine.openai import begin, note_session, with_choice
 from load_tests.engine.prompts import chat_prompt
-from load_tests.engine.replies import Reply, Wanted
+from load_tests.engine.replies import Part, Reply, Wanted
 from load_tests.engine.speech import speak
 from load_tests.engine.template import JSON, compact
 from load_tests.engine.usage import prompt_figures
@@ -48,6 +48,7 @@ def chat_messages(body: JSON) -> list[JSON]:
 def _from_blocks(role: Any, blocks: list[Any]) -> list[JSON]:
     messages: list[JSON] = []
     texts: list[Any] = []
+    thoughts: list[str] = []
     calls: list[JSON] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
@@ -55,10 +56,13 @@ def _from_blocks(role: Any, blocks: list[Any]) -> list[JSON]:
             calls.append({"function": {"name": block.get("name"), "arguments": compact(block.get("input") or {})}})
         elif kind == "tool_result":
             messages.append({"role": "tool", "content": block.get("content")})
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
             texts.append(_without_cache_control(block))
     if texts or calls or not messages:
-        messages.append({"role": role, "content": texts, "tool_calls": calls})
+        message: JSON = {"role": role, "content": texts, "tool_calls": calls}
+        messages.append({**message, "reasoning": "\n".join(thoughts)} if thoughts else message)
     return messages
 
 
@@ -148,7 +152,11 @@ def _usage(core: Core, job: Job) -> JSON:
 
 
 def _blocks(reply: Reply) -> list[JSON]:
-    blocks: list[JSON] = [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
+    blocks: list[JSON] = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not (reply.calls or reply.reasoning):
+        blocks.append({"type": "text", "text": reply.content})
     for call in reply.calls:
         try:
             arguments = msgspec.json.decode(call.arguments)
@@ -168,26 +176,67 @@ async def _stream(core: Core, call: Call, job: Job, name: str, model: str) -> we
 
 async def _events(core: Core, job: Job, name: str, model: str) -> AsyncIterator[tuple[str, JSON]]:
     reply = job.replies[0]
-    opened = False
-    block: JSON = {"type": "text", "text": ""}
-    if reply.calls:
-        block = {"type": "tool_use", "id": reply.calls[0].id, "name": reply.calls[0].name, "input": {}}
+    blocks = _BlockStream(reply)
+    begun = False
     async for _, start, end, ended in job.progress():
-        if not opened:
-            opened = True
+        if not begun:
+            begun = True
             head = _message(name, model)
             head |= {"content": [], "stop_reason": None, "stop_sequence": None}
             usage = {"input_tokens": len(job.works[0].prompt), "output_tokens": 0}
             yield "message_start", {"message": {**head, "usage": usage}}
-            yield "content_block_start", {"index": 0, "content_block": block}
-        text = "".join(part.text for part in reply.parts[start:end] if part.kind == "text")
-        if text:
-            yield "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}
-        arguments = "".join(part.text for part in reply.parts[start:end] if part.kind == "arguments")
-        if arguments:
-            yield "content_block_delta", {"index": 0, "delta": {"type": "input_json_delta", "partial_json": arguments}}
+        for part in reply.parts[start:end]:
+            for item in blocks.show(part):
+                yield item
         if ended:
+            for item in blocks.finish():
+                yield item
             delta = {"stop_reason": _stop_reason(job), "stop_sequence": reply.stop_reason}
-            yield "content_block_stop", {"index": 0}
             yield "message_delta", {"delta": delta, "usage": _usage(core, job)}
             yield "message_stop", {}
+
+
+class _BlockStream:
+    """Content blocks as tokens come: a block for each run of thinking, of text, and for each call."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._count = 0
+        self._open: tuple[str, int] | None = None
+
+    def show(self, part: Part) -> Iterator[tuple[str, JSON]]:
+        if part.kind == "none":
+            return
+        kind = {"reasoning": "thinking", "text": "text"}.get(part.kind, "tool_use")
+        if self._open != (kind, part.call):
+            yield from self._close()
+            yield "content_block_start", {"index": self._count, "content_block": self._block(kind, part.call)}
+            self._open = (kind, part.call)
+        delta = {
+            "reasoning": {"type": "thinking_delta", "thinking": part.text},
+            "text": {"type": "text_delta", "text": part.text},
+            "arguments": {"type": "input_json_delta", "partial_json": part.text},
+        }.get(part.kind)
+        if delta is not None:
+            yield "content_block_delta", {"index": self._count, "delta": delta}
+
+    def finish(self) -> Iterator[tuple[str, JSON]]:
+        """The end of the last block; a reply that shows nothing is one empty text."""
+        if self._open is None and self._count == 0:
+            yield "content_block_start", {"index": 0, "content_block": self._block("text", 0)}
+            self._open = ("text", 0)
+        yield from self._close()
+
+    def _close(self) -> Iterator[tuple[str, JSON]]:
+        if self._open is not None:
+            yield "content_block_stop", {"index": self._count}
+            self._count += 1
+            self._open = None
+
+    def _block(self, kind: str, call: int) -> JSON:
+        if kind == "thinking":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        if kind == "text":
+            return {"type": "text", "text": ""}
+        made = self._reply.calls[call]
+        return {"type": "tool_use", "id": made.id, "name": made.name, "input": {}}

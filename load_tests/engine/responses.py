@@ -185,9 +185,10 @@ async def _events(core: Core, job: Job, answer: JSON, history: list[JSON]) -> As
     if not reply.calls:
         place["content_index"] = 0
         yield "response.content_part.added", {**place, "part": _part("")}
+    shown = "arguments" if reply.calls else "text"
     delta = "response.function_call_arguments.delta" if reply.calls else "response.output_text.delta"
     async for _, start, end, _ in job.progress():
-        text = "".join(part.text for part in reply.parts[start:end] if part.kind in ("text", "arguments"))
+        text = "".join(part.text for part in reply.parts[start:end] if part.kind == shown)
         if text:
             yield delta, {**place, "delta": text} if reply.calls else {**place, "delta": text, "logprobs": []}
     _conclude(core, job, answer, history)

@@ -267,6 +267,34 @@ async def test_the_engines_own_language_takes_scripts_as_well(start: Start, http
     assert anthropic["content"] == [{"type": "text", "text": "so be it"}]
 
 
+async def test_messages_have_a_block_for_thinking_text_and_each_call(
+    start: Start, http: aiohttp.ClientSession, files: dict[str, str]
+) -> None:
+    engine = await start("vllm", block_size=1, **files)
+    calls = [{"name": "get_weather", "arguments": {"city": city}} for city in ("a", "b")]
+    tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
+    body: dict[str, Any] = {"messages": [user("q")], "max_tokens": 400, "tools": [tool]}
+    script = {"sim": {"reply": {"reasoning": "hm", "content": "so:", "tool_calls": calls}}}
+    whole = await post(http, engine, "/v1/messages", {**body, **script})
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block["input"] for block in whole["content"][2:]] == [{"city": "a"}, {"city": "b"}]
+    assert whole["stop_reason"] == "tool_use"
+    found = await streamed(http, engine, "/v1/messages", {**body, **script})
+    begun = [item["content_block"]["type"] for item in found if item["type"] == "content_block_start"]
+    assert [kind for kind in begun if kind != "text"] == ["thinking", "tool_use", "tool_use"]
+    deltas = [item["delta"] for item in found if item["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == whole["content"][0]["thinking"]
+    assert sum(item["type"] == "content_block_stop" for item in found) == len(begun)
+    for block in whole["content"]:
+        if "text" in block:
+            block["text"] = block["text"].strip("\n")
+    history = [user("q"), {"role": "assistant", "content": whole["content"]}, user("go on")]
+    after = await post(http, engine, "/v1/messages", {**body, "messages": history})
+    usage = whole["usage"]
+    prompt = usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+    assert after["usage"]["cache_read_input_tokens"] > prompt, "thinking is rendered again"
+
+
 @pytest.mark.parametrize("name", ["tokenizer", "template"])
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=name):
