@@ -69,6 +69,7 @@ def _event_flags(arguments: argparse.ArgumentParser) -> None:
     add("--events-topic", default="", metavar="TEXT", help="first frame of every batch")
     add("--event-format", choices=EVENT_FORMATS, default="map", help="positional: as older vLLM builds")
     add("--event-hashes", choices=EVENT_HASHES, default="int", help="bytes: whole digests")
+    add("--short-pages", action="store_true", help="sglang: tell of last pages that are not full")
     add("--offload-events", choices=OFFLOAD_EVENTS, default="placeholder", help="full: with tokens and parent")
     add("--hash-seed", type=int, default=0, metavar="N", help="two seeds give one block two hashes")
 
@@ -111,6 +112,7 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         event_format=arguments.event_format,
         event_hashes=arguments.event_hashes,
         hash_seed=arguments.hash_seed,
+        short_pages=arguments.short_pages,
         rates=Rates(
             base=arguments.step_seconds,
             token=arguments.token_seconds,

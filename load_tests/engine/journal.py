@@ -179,7 +179,8 @@ class SglangJournal(Journal):
             "block_hashes": [signed(digest) for digest in hashes],
             "parent_block_hash": None if parent is None else signed(parent),
             "token_ids": list(tokens),
-            "block_size": self.block_size,
+            # A page that is not full says so.
+            "block_size": min(self.block_size, len(tokens)),
             "lora_id": None,
             "medium": self.device,
         }

@@ -52,7 +52,8 @@ class EngineOptions:
     that port, likewise plus r; False has none. buffer_steps is how many batches can be replayed, topic the first
     frame. Block hashes depend on hash_seed: two seeds give one block two hashes. event_format "positional" is the
     array form of older vLLM builds, with their replay without topic frame; event_hashes "bytes" has whole digests
-    instead of 64-bit numbers. Both are vllm's only.
+    instead of 64-bit numbers. Both are vllm's only. short_pages, sglang's only, tells of the last page of a finished
+    sequence when it is not full as well: an event whose block_size is less than the page, which no hit ever reaches.
     """
 
     port: int = 0
@@ -91,6 +92,7 @@ class EngineOptions:
     hash_seed: int = 0
     event_format: EventFormat = "map"
     event_hashes: EventHashes = "int"
+    short_pages: bool = False
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:

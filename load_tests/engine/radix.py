@@ -22,7 +22,7 @@ Key = tuple[int, ...]
 class Node:
     """An edge and what hangs below it: ``key`` is a whole number of pages of tokens, each with its hash if any are."""
 
-    __slots__ = ("children", "hashes", "key", "locks", "namespace", "parent", "start", "used")
+    __slots__ = ("children", "hashes", "key", "locks", "namespace", "parent", "start", "tails", "used")
 
     def __init__(self, key: Key, parent: Node | None, used: int) -> None:
         self.key = key
@@ -30,6 +30,7 @@ class Node:
         self.used = used
         self.locks = 0
         self.hashes: list[bytes] = []
+        self.tails: list[bytes] = []
         self.namespace: str = parent.namespace if parent is not None else ""
         self.start: int = parent.start + len(parent.key) if parent is not None else 0
         self.children: dict[Key, Node] = {}
@@ -51,6 +52,9 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
 
 class RadixCache(KVCache):
     """``block_size`` is SGLang's page size; a holding keeps its deepest locked node and the pages it owns alone."""
+
+    # Whether events tell of a finished sequence's last page when it is not full.
+    tell_tails = False
 
     def __init__(self, num_blocks: int, block_size: int = 1, *, reuse: bool = True, chain: Chain | None = None) -> None:
         self.num_blocks = num_blocks
@@ -152,7 +156,10 @@ class RadixCache(KVCache):
         if not holding.open:
             return
         if self.reuse:
-            self._insert(holding, self._whole_pages(tokens, computed))
+            key = self._whole_pages(tokens, computed)
+            self._insert(holding, key)
+            if self.tell_tails and len(key) == holding.published:
+                self._tell_tail(holding, tokens[len(key) : computed])
         self._release(holding)
 
     def clear(self) -> bool:
@@ -243,6 +250,16 @@ class RadixCache(KVCache):
         if self.journal is not None:
             self.journal.stored(holding, leaf.hashes, before, leaf.key, start)
 
+    def _tell_tail(self, holding: Holding, tail: Sequence[int]) -> None:
+        """Tell of a last page that is not full. Nothing ever hits it; it goes with the page before it."""
+        node = holding.node
+        if not tail or not node.hashes or self._chain is None or self.journal is None:
+            return
+        digest = self._chain(node.hashes[-1], tail, holding.namespace)
+        if digest not in node.tails:
+            node.tails.append(digest)
+            self.journal.stored(holding, [digest], node.hashes[-1], tail, node.start + len(node.key))
+
     def _offload(self, leaf: Node) -> None:
         """Its pages go below, last page first, so that of one prefix the end is forgotten before the start."""
         assert self.tiers is not None
@@ -304,7 +321,7 @@ class RadixCache(KVCache):
             self._tree_pages -= size
             self.evicted_blocks += size
             if self.journal is not None:
-                self.journal.removed(leaf.hashes)
+                self.journal.removed([*leaf.hashes, *leaf.tails])
             if self.tiers is not None:
                 self._offload(leaf)
             pages -= size

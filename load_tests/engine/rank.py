@@ -55,7 +55,9 @@ def _attention_cache(options: EngineOptions) -> KVCache:
     if options.dialect == "sglang":
         hashed = options.publishes or options.host_tokens or options.disk_tokens
         chain = sglang_chain(options.hash_seed) if hashed else None
-        return RadixCache(options.num_blocks, size, reuse=reuse, chain=chain)
+        cache = RadixCache(options.num_blocks, size, reuse=reuse, chain=chain)
+        cache.tell_tails = options.short_pages
+        return cache
     if options.dialect == "llamacpp":
         return SlotCache(options.max_running, options.context_length, reuse=reuse)
     if options.publishes:

@@ -237,6 +237,19 @@ async def test_sglang_removes_many_pages_by_one_event(start: Start, http: aiohtt
     assert set(removed[0]) == {"type", "block_hashes", "medium"}
 
 
+async def test_sglang_may_tell_of_a_last_page_that_is_short(start: Start, http: aiohttp.ClientSession) -> None:
+    engine = await launch(start, "sglang", kv_tokens=32, context_length=32, short_pages=True)
+    for _ in range(2):
+        await complete(http, engine, list(range(1, 11)))
+    whole, short = await happened(engine)
+    assert (whole["block_size"], whole["token_ids"]) == (4, list(range(1, 9)))
+    assert (short["block_size"], short["token_ids"]) == (2, [9, 10])
+    assert short["parent_block_hash"] == whole["block_hashes"][-1]
+    await complete(http, engine, list(range(101, 130)))
+    removed = hashes_of(await happened(engine), "BlockRemoved")
+    assert sorted(removed) == sorted(hashes_of([whole, short]))
+
+
 async def test_sglang_tells_of_a_flush_at_once(start: Start, http: aiohttp.ClientSession) -> None:
     engine = await launch(start, "sglang")
     await complete(http, engine, [1] * 9)
