@@ -216,11 +216,10 @@ class BlockIndex:
         chain = names(symbols)
         if self._plain is None:
             self._sort()
-        if chain and self._plain:
-            for stride, bits in self._plain.items():
-                steps = chain if stride == 1 else chain[stride - 1 :: stride]
-                if steps:
-                    self._bisect(steps, bits, stride * PAGE_TOKENS, tokens)
+        for stride, bits in (self._plain or {}).items():
+            steps = chain if stride == 1 else chain[stride - 1 :: stride]
+            if steps:
+                self._bisect(steps, bits, stride * PAGE_TOKENS, tokens)
         for state in self._special:
             depth = self._follow(state, chain, ids, start, restored)
             if depth:
@@ -270,7 +269,14 @@ class BlockIndex:
             raise ValueError("token ids must be integers from 0 to 2**32 - 1") from None
         if self.full:
             return False
-        into = state.groups.get(group) or self._group(state, group, kind, size, window)
+        into = state.groups.get(group)
+        if into is None:
+            if tier and size != state.sizes.get(group, size):
+                return False
+            into = self._group(state, group, kind, size, window)
+        elif size < into.size and not tier and not into.own[0] and into.deep:
+            # The device says what a block is, not who was heard first.
+            into = self._regroup(state, group, kind, size, window)
         if into is None or size < into.size:
             # The last, short page of a sequence: never reused.
             return True
@@ -319,14 +325,20 @@ class BlockIndex:
         if not own.keys().isdisjoint(hashes):
             self._apply_each(group, hashes, found, before, tier)
             return
+        if group.kind is Kind.FULL:
+            found = self._hold(group, found, before, tier)
+        else:
+            for name in found:
+                group.there[name] = group.there.get(name, 0) + 1
         had = len(own)
         own.update(zip(hashes, found, strict=True))
         self.entries += len(own) - had
-        if group.kind is not Kind.FULL:
-            for name in found:
-                group.there[name] = group.there.get(name, 0) + 1
-            return
+
+    def _hold(self, group: Group, found: Sequence[int], before: int, tier: Tier) -> Sequence[int]:
+        """``group`` holds these prefixes; returns them as the objects that all holders share."""
         holders, bit = self._holders[tier], group.bit
+        if group.holes:
+            self._close(group, found)
         if holders.keys().isdisjoint(found):
             # New to all: nothing but C's own loops.
             holders.update(dict.fromkeys(found, bit))
@@ -336,20 +348,21 @@ class BlockIndex:
                 for pair in itertools.pairwise(found):
                     self._link(*pair)
             self._link(before, found[0])
-        else:
-            for name in found:
-                held = holders.get(name, 0)
-                if held & bit:
-                    group.twins[tier, name] = group.twins.get((tier, name), 0) + 1
-                elif held:
-                    held |= bit
-                    holders[name] = self._shared.setdefault(held, held)
-                else:
-                    holders[name] = bit
-                self._link(before, name)
-                before = name
-        if group.holes:
-            self._close(group, found)
+            return found
+        known = []
+        for each in found:
+            name = self._link(before, each)
+            held = holders.get(name, 0)
+            if held & bit:
+                group.twins[tier, name] = group.twins.get((tier, name), 0) + 1
+            elif held:
+                held |= bit
+                holders[name] = self._shared.setdefault(held, held)
+            else:
+                holders[name] = bit
+            known.append(name)
+            before = name
+        return known
 
     def remove(self, target: int, hashes: Iterable[int], tier: Tier = Tier.DEVICE, group: int = 0) -> None:
         """``target`` dropped these blocks from ``tier``; those that are not known are passed over."""
@@ -407,7 +420,8 @@ class BlockIndex:
             for group in state.full:
                 if group.holes:
                     self._recount(group)
-                if group.slab is not None and not group.slab.held and len(group.slab):
+                if group.slab is not None and not group.slab.held and len(group.slab) and self.full:
+                    # What blocks inside its pages are still there for is lost, but so is what there is no room for.
                     self._slots -= len(group.slab)
                     group.slab = Slab(group.size, group.stride * PAGE_TOKENS)
         while self._retired and most > 0:
@@ -558,7 +572,8 @@ class BlockIndex:
 
     # -- holes ------------------------------------------------------------------------------------------------------
 
-    def _link(self, before: int, name: int) -> None:
+    def _link(self, before: int, name: int) -> int:
+        """``name`` was stored behind ``before``; returns the object for it that is known already, if it is."""
         links = self._links
         known = links.get(before)
         if known is None:
@@ -567,8 +582,11 @@ class BlockIndex:
             known.add(name)
             if len(known) >= PRUNE and not len(known) & (len(known) - 1):
                 links[before] = {each for each in known if self._held(each)} or {name}
-        elif known != name:
+        elif known == name:
+            return known
+        else:
             links[before] = {known, name}
+        return name
 
     def _held(self, name: int) -> bool:
         return any(name in holders for holders in self._holders)

@@ -11,9 +11,10 @@ kinds are the same.
 The last, partly filled page has no symbol: engines cache whole blocks and a hit never covers the last token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from struct import Struct
+from sys import byteorder
 from typing import NamedTuple
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128_digest
@@ -114,8 +115,10 @@ def prefixes(ids: bytes | memoryview, start: int) -> list[int]:
     return values
 
 
-def names(symbols: bytes) -> tuple[int, ...]:
-    """Chained symbols as integers."""
+def names(symbols: bytes) -> Sequence[int]:
+    """Chained symbols as integers: those that are looked at, no copy of all."""
+    if byteorder == "little":
+        return memoryview(symbols).cast("Q")
     return Struct(f"<{len(symbols) // SYMBOL}Q").unpack(symbols)
 
 

@@ -20,20 +20,22 @@ from load_tests.bench.processes import cores, start
 from load_tests.bench.report import document, show
 
 MANY_TARGETS = 64
+TOKENIZER = Path(".venv/qwen3.5/tokenizer.json")
+"""Where ``make`` puts a real one of 150,000 words and more, if it can be had."""
 
 
-def _index(folder: Path) -> dict[str, Any]:
-    """The micro-benchmark of the index, in a process of its own on the gateway's core. Raises `BenchError`."""
-    log = folder / "index.json"
-    started = start([sys.executable, "-m", "load_tests.bench.index"], cores()[0], log)
+def _alone(folder: Path, name: str, *arguments: str) -> dict[str, Any]:
+    """One of the micro-benchmarks, in a process of its own on the gateway's core. Raises `BenchError`."""
+    log = folder / f"{name}.json"
+    started = start([sys.executable, "-m", f"load_tests.bench.{name}", *arguments], cores()[0], log)
     try:
-        status = started.process.wait(120)
+        status = started.process.wait(240)
     except subprocess.TimeoutExpired:
-        raise BenchError("the index benchmark did not end") from None
+        raise BenchError(f"the benchmark of {name} did not end") from None
     finally:
         started.stop()
     if status != 0:
-        raise BenchError(f"the index benchmark failed: {log.read_text()[-500:]}")
+        raise BenchError(f"the benchmark of {name} failed: {log.read_text()[-500:]}")
     found: dict[str, Any] = json.loads(log.read_text())
     return found
 
@@ -63,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="warmroute-bench-") as name:
         folder = Path(name)
         try:
-            index = _index(folder)
+            index = _alone(folder, "index") | {"events": _alone(folder, "events")}
+            if TOKENIZER.is_file():
+                index["tokens"] = _alone(folder, "tokens", str(TOKENIZER))
             with DataPlane(folder, MANY_TARGETS) as plane:
                 figures = plane.rounds(
                     contenders, max(1, options.rounds), lambda line: console.print(line, highlight=False)

@@ -73,6 +73,13 @@ def ours(policy: str, targets: int = 2) -> Contender:
     return Contender(OURS, policy, targets, command)
 
 
+def peer_python(name: str) -> Path | None:
+    """The Python of an installed peer."""
+    folder = os.environ.get("WARMROUTE_PEERS")
+    python = Path(folder) / name / "bin/python" if folder else None
+    return python if python is not None and python.exists() else None
+
+
 def peers() -> list[Contender]:
     """Whoever is installed here."""
     found = []
@@ -81,8 +88,8 @@ def peers() -> list[Contender]:
         found.append(Contender("nginx", "plain", 2, _nginx(nginx)))
     folder = os.environ.get("WARMROUTE_PEERS")
     if folder:
-        python = Path(folder) / "sglang-router/bin/python"
-        if python.exists():
+        python = peer_python("sglang-router")
+        if python is not None:
             launch = [str(python), "-m", "sglang_router.launch_router"]
             found += [Contender("sglang-router", policy, 2, _router(launch, policy, "warn")) for policy in POLICIES]
         program = Path(folder) / "vllm-router/bin/vllm-router"

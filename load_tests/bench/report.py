@@ -109,6 +109,37 @@ def budgets(made: Mapping[str, Any]) -> list[Budget]:
         Budget("index, 64 holders", 2.5, size_of.get("64"), "bytes/token"),
         Budget("memory after 20,000 x 20 KB", 60, made.get("memory", {}).get("growth_mb"), "MB", "with --memory"),
     ]
+    return lines + _event_budgets(made["index"])
+
+
+def _event_budgets(index: Mapping[str, Any]) -> list[Budget]:
+    """Those of KV events and of token ids."""
+    ours, peer = index.get("events", {}).get("warmroute", {}), index.get("events", {}).get("dynamo", {})
+    whole, apply = peer.get("pipeline_us_per_block"), peer.get("apply_us_per_block")
+    beside = "Dynamo's RadixTree from Python"
+    lines = [
+        Budget("KV events, apply ready hashes", apply, ours.get("apply_us_per_block"), "us a block", beside),
+        Budget(
+            "KV events, decode + hash + apply",
+            None if whole is None else round(whole / 0.3, 2),
+            ours.get("pipeline_us_per_block"),
+            "us a block",
+            f"{beside} / 0.3",
+        ),
+    ]
+    for targets in ("1", "64"):
+        size = peer.get("bytes_per_block", {}).get(targets)
+        bound = None if size is None else round(2 * size, 1)
+        reached = ours.get("bytes_per_block", {}).get(targets)
+        lines.append(Budget(f"block, held by {targets}", bound, reached, "bytes", f"2 x {beside}"))
+    for shape, row in ours.get("match", {}).items():
+        for kind in ("hit_us", "miss_us"):
+            bound = peer.get("match", {}).get(shape, {}).get(kind)
+            what = f"match, {shape.replace('x', ' targets, ')} blocks, {kind[:-3]}"
+            lines.append(Budget(what, bound, row[kind], "us", beside))
+    lines.append(
+        Budget("tokenise a turn of 2 KB behind 100 KB", 1500, index.get("tokens", {}).get("next_turn_us"), "us CPU")
+    )
     return lines
 
 

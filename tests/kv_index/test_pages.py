@@ -101,7 +101,7 @@ def test_the_partial_page_of_a_chain_has_no_symbol():
     assert chain(bytes(TOKEN_PAGE)).covered == TOKEN_PAGE
     assert chain(bytes(2 * TOKEN_PAGE - 4)).full == 1
     assert prefixes(b"", 7) == []
-    assert names(b"") == ()
+    assert tuple(names(b"")) == ()
 
 
 @pytest.mark.parametrize("pages", [LONGEST_CUT - 1, LONGEST_CUT, LONGEST_CUT + 1, 2 * LONGEST_CUT + 3])
