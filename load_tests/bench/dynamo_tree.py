@@ -7,25 +7,27 @@ import json
 import sys
 from random import Random
 from time import process_time
+from typing import Any
 
-from dynamo.llm import RadixTree, compute_block_hash_for_seq
+from dynamo.llm import RadixTree, compute_block_hash_for_seq  # type: ignore[import-not-found]
 
 TOKENS, BLOCKS = 16, 16
 
 
-def stored(number, parent, hashes, names):
+def stored(number: int, parent: int | None, hashes: list[int], names: list[int]) -> bytes:
     blocks = [{"block_hash": h, "tokens_hash": t, "mm_extra_info": None} for h, t in zip(hashes, names, strict=True)]
     data = {"stored": {"parent_hash": parent, "blocks": blocks}}
     return json.dumps({"event_id": number, "dp_rank": 0, "data": data}).encode()
 
 
-def pipeline(events):
+def pipeline(events: int) -> dict[str, float]:
     random = Random(1)
     prompts = [[random.randrange(150_000) for _ in range(BLOCKS * TOKENS)] for _ in range(events)]
     began = process_time()
     names = [compute_block_hash_for_seq(tokens, TOKENS) for tokens in prompts]
     hashing = process_time() - began
-    payloads, parent = [], None
+    payloads: list[bytes] = []
+    parent: int | None = None
     for number, row in enumerate(names):
         hashes = [random.getrandbits(63) for _ in range(BLOCKS)]
         payloads.append(stored(number, parent if number % 8 else None, hashes, row))
@@ -43,7 +45,7 @@ def pipeline(events):
     }
 
 
-def matching(targets, depth, calls):
+def matching(targets: int, depth: int, calls: int) -> dict[str, float]:
     random = Random(depth)
     names = compute_block_hash_for_seq([random.randrange(150_000) for _ in range(depth * TOKENS)], TOKENS)
     other = compute_block_hash_for_seq([random.randrange(150_000) for _ in range(depth * TOKENS)], TOKENS)
@@ -61,12 +63,12 @@ def matching(targets, depth, calls):
     return found
 
 
-def resident():
+def resident() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
 
 
-def bytes_per_block(targets):
+def bytes_per_block(targets: int) -> float:
     random = Random(targets)
     runs = 64_000 // targets // BLOCKS
     names = [
@@ -82,8 +84,8 @@ def bytes_per_block(targets):
     return (resident() - before) / (runs * BLOCKS * targets)
 
 
-def main():
-    shape = json.loads(sys.argv[1])
+def main() -> None:
+    shape: dict[str, Any] = json.loads(sys.argv[1])
     print(
         json.dumps(
             {

@@ -93,7 +93,8 @@ def filled(targets: int, depth: int, random: Random) -> tuple[BlockIndex, bytes,
         hashes = [random.getrandbits(64) for _ in range(blocks)]
         index.store(target, hashes, None, tokens[: blocks * TOKENS], TOKENS)
     other = [random.randrange(150_000) for _ in range(depth * TOKENS)]
-    return index, *(chain(array("I", each).tobytes()).symbols for each in (tokens, other))
+    hit, miss = [chain(array("I", each).tobytes()).symbols for each in (tokens, other)]
+    return index, hit, miss
 
 
 def matching(targets: int, depth: int) -> dict[str, float]:
