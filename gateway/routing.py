@@ -5,7 +5,7 @@ makes the choice true (counter, home, index, pin) and `Routing.settle` learns fr
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
@@ -23,6 +23,7 @@ from kv_index.checkpoints import Checkpoints, Rule
 from kv_index.index import PrefixIndex, Report
 from kv_index.pages import EMPTY, PAGE_TOKENS, SYMBOL, TEXT_PAGE, Pages, chain, names, paginate
 from kv_index.radix import Node
+from kv_index.sequels import Sequels
 from policies.base import Choice, Fleet as View, Policy, Request
 
 log = logging.getLogger("warmroute")
@@ -45,6 +46,8 @@ class Model:
     thinking: Thinking = Thinking.STRIP
     rule: Rule | None = None
     """Where its engines can resume a prompt, if not anywhere."""
+    fine: bool = False
+    """Whether some of its engines cache in blocks smaller than a page of ours."""
     by_ids: bool = False
     """Whether its prompts are routed by token ids."""
     told: bool = False
@@ -180,6 +183,7 @@ class Routing:
         self.options = options
         self.models: dict[str, Model] = {}
         self.checkpoints = Checkpoints()
+        self.sequels = Sequels()
         self._default = options.default()
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -210,9 +214,15 @@ class Routing:
             policy = options.policies.get(name) or self._default
             # An engine that lists no models takes any name: such names are a client's, and no label.
             label = name if self._known(name) else "unlisted"
-            rule = self._rule_of(name)
-            model = self.models[name] = Model(name, policy, thinking, rule, name in options.by_ids, label=label)
+            model = self.models[name] = Model(name, policy, thinking, by_ids=name in options.by_ids, label=label)
+            self._describe(model)
         return model
+
+    def _describe(self, model: Model) -> None:
+        """What its workers say of it."""
+        model.rule = self._rule_of(model.name)
+        sizes = [worker.facts.block_size for worker in self.fleet.serving(model.name)]
+        model.fine = any(size is not None and size < PAGE_TOKENS for size in sizes)
 
     def _rule_of(self, name: str) -> Rule | None:
         """Where engines can resume a prompt, if its model is hybrid."""
@@ -350,6 +360,8 @@ class Routing:
         found = self.index.match(ask.namespace, symbols, ids, ask.start, request.home, events=not ask.reading.apart)
         ask.depth, ask.exact = found.depths, found.exact
         held = found.tokens
+        if model.fine:
+            self._to_the_token(ask, held, names(symbols), ids)
         if model.rule is not None and held:
             # What events tell of the groups of a hybrid model is usable as it is.
             told = {target: tokens for target, tokens in held.items() if found.exact.get(target, 0) >= tokens}
@@ -364,6 +376,17 @@ class Routing:
                 self._open_tail(session, symbols, found.depths, held, count - 1, model.rule)
         request.restored = found.restored
         request.holdings = {target: self._usable(target, tokens, count) for target, tokens in held.items()}
+
+    def _to_the_token(self, ask: Ask, held: dict[int, int], along: Sequence[int], ids: bytes) -> None:
+        """Where pages are known and engines cache token by token."""
+        behind: dict[int, int] = {}
+        for target, tokens in held.items():
+            if tokens % PAGE_TOKENS or ask.exact.get(target, 0) >= tokens:
+                continue
+            pages = tokens // PAGE_TOKENS
+            if pages not in behind:
+                behind[pages] = self.sequels.beyond(along, pages, ids, ask.start)
+            held[target] = tokens + behind[pages]
 
     def _usable(self, target: int, held: int, count: int) -> int:
         """Never the last token, and whole blocks of that engine."""
@@ -435,6 +458,8 @@ class Routing:
             held = request.holdings.get(target.id, 0)
             ask.predicted = ask.context = min(held, request.tokens)
             self._note(ask, target)
+            if model.fine and ask.ids is not None:
+                self.sequels.put(names(ask.pages.symbols), ask.ids, ask.start)
             place = self.index.sent(ask.namespace, ask.pages.symbols, target.id, now, ask.ids is not None)
             if session is not None:
                 session.sent, session.sent_to = now, target.id
@@ -558,7 +583,7 @@ class Routing:
             return
         along = names(ask.pages.symbols) if ask.ids is not None else prefixes_of_text(ask.pages.symbols)
         page = float(PAGE_TOKENS) if ask.ids is not None else TEXT_PAGE * count / (ask.size or 1)
-        for tokens in rule.positions(count, target.worker.facts.block_size or PAGE_TOKENS):
+        for tokens in rule.positions(count, target.worker.facts.block_size or PAGE_TOKENS, ask.routed):
             self.checkpoints.put(target.id, along, tokens, ask.ids or b"", page)
 
     def _teach(self, model: Model, ratio: float) -> None:
@@ -574,7 +599,7 @@ class Routing:
     def described(self) -> None:
         """What is known of the workers changed."""
         for model in self.models.values():
-            model.rule = self._rule_of(model.name)
+            self._describe(model)
         for worker in self.fleet.workers.values():
             told = self.options.restore.get(worker.facts.models[0].name) if worker.facts.models else None
             for target in worker.targets:

@@ -4,7 +4,8 @@ A recurrent (linear-attention) layer keeps one state, not a block a token, so an
 it kept that state. Where that is, is the engine's own rule:
 
 * `ends`: where a prompt ended and where its generation ended (llama.cpp, SGLang);
-* `boundary`: the last block boundary before the last token of each prompt, and nothing while decoding (vLLM);
+* `boundary`: the last block boundary before the last token of each prompt, and where it left what others had computed
+  before; nothing while decoding (vLLM);
 * `every`: every so many tokens, of prompts and of what is generated.
 
 A usable hit is the deepest checkpoint at or below what the prompt shares with what was computed before.
@@ -36,13 +37,14 @@ class Rule(NamedTuple):
             return cls(boundary=True)
         raise ValueError(f"{text!r} is not one of ends, boundary, every:N")
 
-    def positions(self, prompt: int, block: int) -> list[int]:
-        """Tokens of a prompt of that length at which its state is kept; ``block``: tokens in a block of the engine."""
+    def positions(self, prompt: int, block: int, shared: int = 0) -> list[int]:
+        """Tokens of a prompt of that length at which its state is kept; ``block``: tokens in a block of the engine,
+        ``shared``: what of it was known to the engine before."""
         found = set()
         if self.ends:
             found.add(prompt)
         if self.boundary:
-            found.add((prompt - 1) // block * block)
+            found |= {(prompt - 1) // block * block, min(shared, prompt - 1) // block * block}
         if self.every is not None:
             found.update(range(self.every, prompt + 1, self.every))
         return sorted(found - {0})
