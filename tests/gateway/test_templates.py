@@ -134,7 +134,8 @@ def test_messages_must_be_a_list_of_objects(told: Any) -> None:
 
 # -- what engines make of messages ----------------------------------------------------------------------------------
 
-READS_PARTS = "{% for m in messages %}{% for content in m.content %}[{{ content.type }}:{{ content.text }}]{% endfor %}{% endfor %}"
+READS_PART = "[{{ content.type }}:{{ content.text }}]"
+READS_PARTS = "{% for m in messages %}{% for content in m.content %}" + READS_PART + "{% endfor %}{% endfor %}"
 READS_TEXT = "{% for m in messages %}({{ m.content }}){% endfor %}"
 
 

@@ -60,6 +60,9 @@ ANSWERED: tuple[dict[str, Any], ...] = (
 )
 """... what the model says to it. To the last one the session does not tell."""
 
+BEGINNING = "<|im_start|>assistant\n<think>\n"
+"""Where the model is to go on: the end of every prompt."""
+
 STRANGERS = ("北京今天会下雨吗？", "帮我算一下 2 的 30 次方。")
 """First questions of two other sessions of the same agent."""
 SECONDS = (1, 7)
@@ -98,19 +101,14 @@ def chat(told: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": told, "tools": TOOLS, **fields}
 
 
-def finished(request: int, objects: bool = False) -> dict[str, Any]:
-    """A body that renders as the session up to what the model said to that request, with nothing to generate."""
-    told = [*messages(request, objects), answer(request, objects)]
-    return chat(told, chat_template_kwargs={"add_generation_prompt": False})
-
-
 def generated(template: Template, request: int) -> str:
     """What is generated for request 1, 2 or 3: thinking, then a call or an answer, to the line's end behind it.
 
     Engines stop a token earlier, at the mark in front of the line's end.
     """
-    prompt, whole = template.render(body(request)), template.render(finished(request))
-    if not whole.startswith(prompt):
+    prompt = template.render(body(request))
+    whole = template.render(chat([*messages(request), answer(request)])).removesuffix(BEGINNING)
+    if not (whole.startswith(prompt) and prompt.endswith(BEGINNING)):
         raise ValueError("the template shows the last answer otherwise than it was generated")
     return whole[len(prompt) :]
 

@@ -16,7 +16,7 @@ from kv_index.checkpoints import Checkpoints, Rule
 from kv_index.pages import PAGE_TOKENS, chain, names, root
 from kv_index.radix import RadixIndex
 from tests.qwen import Files
-from tests.qwen.session import REQUESTS, body, finished, generated, strangers
+from tests.qwen.session import REQUESTS, body, generated, strangers
 
 PROMPTS = {1: 506, 2: 773, 3: 898, 4: 824}
 """Request -> tokens of its prompt, ..."""
@@ -60,9 +60,14 @@ async def session(mode: TokenMode) -> list[tuple[int, bytes, bytes]]:
     found = []
     for request in REQUESTS:
         prompt = await ids(mode, body(request))
-        whole = await ids(mode, finished(request)) if request in GENERATED else prompt
-        found.append((request, prompt, whole))
+        found.append((request, prompt, mode.tokenizer.ids(text(mode, request))))
     return found
+
+
+def text(mode: TokenMode, request: int) -> str:
+    """A request's prompt and its answer."""
+    assert mode.template is not None
+    return mode.template.render(body(request)) + (generated(mode.template, request) if request in GENERATED else "")
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
@@ -87,9 +92,9 @@ async def test_what_is_generated_follows_the_prompt_token_by_token(mode: TokenMo
     for request, prompt, whole in await session(mode):
         if request not in GENERATED:
             continue
-        text = generated(mode.template, request)
-        assert ("<tool_call>" in text) == (request < 3) and text.count("</think>") == 1
-        assert prompt + mode.tokenizer.ids(text) == whole
+        new = generated(mode.template, request)
+        assert ("<tool_call>" in new) == (request < 3) and new.count("</think>") == 1
+        assert prompt + mode.tokenizer.ids(new) == whole
         assert len(tokens(whole)) - len(tokens(prompt)) == GENERATED[request]
 
 
@@ -167,10 +172,10 @@ async def test_without_states_in_generation_it_goes_on_from_prompts(mode: TokenM
 
 async def test_had_the_template_kept_what_was_thought_little_were_to_compute(mode: TokenMode) -> None:
     assert mode.template is not None
-    computed, done, next_ = [mode.template.render(told) for told in (body(3), finished(3), body(4))]
+    done, following = text(mode, 3), mode.template.render(body(4))
     # Behind the answer the next prompt has the question, and where the model is to go on.
-    question = next_[next_.rindex("<|im_start|>user") :]
+    question = following[following.rindex("<|im_start|>user") :]
     before, prompt = mode.tokenizer.ids(done), mode.tokenizer.ids(done + question)
     assert (common(prompt, before), len(tokens(prompt))) == (945, 959)
-    rounds = [(mode.tokenizer.ids(computed), before), (prompt, prompt)]
+    rounds = [(await ids(mode, body(3)), before), (prompt, prompt)]
     assert hybrid(rounds, Rule.of("ends"))[1] == 959 - 945
