@@ -23,6 +23,7 @@ from gateway.errors import BadRequest, Fault, NotFound
 from gateway.routing import draw_of
 from gateway.sessions import Session
 from gateway.workers import State, Worker, WorkerSpec
+from kv_index.blocks import Tier
 
 if TYPE_CHECKING:
     from gateway.run import Running
@@ -229,12 +230,29 @@ class AdminSite:
                     "holding_pages": self.running.index.radix.pages(target.id),
                     "capacity_pages": self.running.index.radix.capacity(target.id),
                     "evicted_pages": self.running.index.radix.evicted(target.id),
+                    "belief": self._belief(target.id),
                     "queue": target.load_report.waiting if target.load_report else None,
                     "kv_usage": target.load_report.kv_usage if target.load_report else None,
                 }
                 for target in worker.targets
             ],
             "lacks": lacks(worker),
+        }
+
+    def _belief(self, target: int) -> dict[str, Any]:
+        """What its holdings are taken from, and why."""
+        index = self.running.index
+        trust = index.of(target)
+        return {
+            "rung": trust.rung.value,
+            "reason": trust.reason,
+            "events": trust.fed,
+            "whole": trust.whole,
+            "batches": trust.batches,
+            "cache_share": round(trust.share, 4),
+            "held_tokens": {tier.name.lower(): index.blocks.tokens(target, tier) for tier in Tier}
+            if trust.fed
+            else None,
         }
 
     # -- sessions ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import msgspec
 
 from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
+from gateway.dialects.chat import answered_ids
 from gateway.dialects.fields import splice
 from gateway.errors import (
     Backpressure,
@@ -385,7 +386,8 @@ class Gateway:
         tally.ended(exchange.route.kind, outcome, seconds)
         if not streaming:
             return
-        self.routing.settle(ask, target, usage, self.clock())
+        said = answered_ids(exchange.tail) if ask.ids is not None and not exchange.events else None
+        self.routing.settle(ask, target, usage, self.clock(), said)
         if exchange.alone:
             self._calibrate(exchange, target, usage)
         if ask.predicted is not None and ask.request.tokens is not None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from gateway.metrics import Gauge
 from gateway.workers import State
+from kv_index.blocks import Tier
+from kv_index.index import Rung
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
@@ -59,6 +61,31 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
             lambda: [((t.name,), index.radix.evicted(t.id)) for t in targets.values()],
             ("target",),
         ),
+        Gauge(
+            "warmroute_target_belief",
+            "1 for what the target's holdings are taken from: exact (its events), predicted, session, none.",
+            lambda: [
+                ((t.name, rung.value), float(index.of(t.id).rung is rung)) for t in targets.values() for rung in Rung
+            ],
+            ("target", "rung"),
+        ),
+        Gauge(
+            "warmroute_target_held_tokens",
+            "Tokens that the target holds, as its events tell; absent while it tells nothing.",
+            lambda: [
+                ((t.name, tier.name.lower()), index.blocks.tokens(t.id, tier))
+                for t in targets.values()
+                if t.id in index.blocks
+                for tier in Tier
+            ],
+            ("target", "tier"),
+        ),
+        Gauge(
+            "warmroute_target_cache_share",
+            "The part of its cache's size that the target's answers let us count on.",
+            lambda: [((t.name,), index.of(t.id).share) for t in targets.values()],
+            ("target",),
+        ),
     ]
 
 
@@ -84,6 +111,14 @@ def _of_process(gateway: Gateway) -> list[Gauge]:
             "warmroute_sessions_expired", "Sessions forgotten for idleness.", lambda: [((), gateway.sessions.expired)]
         ),
         Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.radix.bytes)]),
+        Gauge(
+            "warmroute_blocks_bytes",
+            "Estimated size of the index of blocks that events told of.",
+            lambda: [((), index.blocks.footprint)],
+        ),
+        Gauge(
+            "warmroute_preparing", "Requests whose token ids are being made.", lambda: [((), len(gateway.preparing))]
+        ),
         Gauge("warmroute_sessions", "Live sessions.", lambda: [((), len(gateway.sessions))]),
         Gauge("warmroute_connections", "Client connections.", lambda: [((), len(gateway.server.connections))]),
         Gauge("warmroute_exchanges", "Requests being answered.", lambda: [((), len(gateway.exchanges))]),

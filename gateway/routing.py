@@ -528,8 +528,8 @@ class Routing:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def settle(self, ask: Ask, target: Target, usage: Usage | None, now: float) -> None:
-        """The request was answered; ``usage`` is what the engine reported, if it did."""
+    def settle(self, ask: Ask, target: Target, usage: Usage | None, now: float, said: bytes | None = None) -> None:
+        """The request was answered; ``usage`` is what the engine reported, if it did, and ``said`` the answer's token ids."""
         session, model = ask.session, ask.model
         if ask.pin is not None:
             place, at = ask.pin
@@ -551,6 +551,8 @@ class Routing:
             return
         if ask.end is not None:
             self.sessions.remember_content(session, ask.end)
+        if said is not None and ask.ids is not None:
+            ask.pages = self._said(ask, target, ask.ids + said[:-4], now)
         self.sessions.keep_pages(session, ask.pages)
         session.prompt_bytes = size
         session.prompt_tokens = usage.prompt if usage is not None else None
@@ -559,6 +561,14 @@ class Routing:
         # Of the last token that was sampled nothing was computed.
         session.tail_tokens = max(0, (usage.completion or 0) - 1) if usage is not None else 0
         session.tail_target = target.id
+
+    def _said(self, ask: Ask, target: Target, ids: bytes, now: float) -> Pages:
+        """What was generated is known to the token: it is held, and no open tail."""
+        pages = chain(ids, ask.start, ask.pages)
+        self.index.radix.insert(ask.namespace, pages.symbols, target.id, now)
+        if ask.model is not None and ask.model.fine:
+            self.sequels.put(names(pages.symbols), ids, ask.start)
+        return pages
 
     def _report(self, ask: Ask, target: Target, predicted: int, cached: int, prompt: int, now: float) -> None:
         """Have what is believed of ``target`` corrected by what it found in its cache."""
@@ -652,7 +662,7 @@ class Routing:
                     "terms": None
                     if row.terms is None
                     else {name: round(value * 1e3, 3) for name, value in row.terms._asdict().items()},
-                    "holding_tokens": {"device": row.holding},
+                    "holding_tokens": _by_tier(row.holding, ask.request.restored.get(row.target.id)),
                     "running": row.target.running,
                     "homes": row.target.homes,
                 }
@@ -663,6 +673,13 @@ class Routing:
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)
         return None if found is None else found.name
+
+
+def _by_tier(tokens: int, restored: tuple[int, int, int] | None) -> dict[str, int]:
+    if restored is None:
+        return {"device": tokens}
+    host, disk, shared = restored
+    return {"device": max(0, tokens - sum(restored)), "host": host, "disk": disk, "shared": shared}
 
 
 def prefixes_of_text(symbols: bytes) -> list[int]:

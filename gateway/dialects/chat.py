@@ -214,6 +214,29 @@ def token_ids(field: Field) -> bytes | None:
 _ids = msgspec.json.Decoder(list[int])
 
 
+class _Told(msgspec.Struct):
+    token_ids: list[int] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Told]
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def answered_ids(body: bytes) -> bytes | None:
+    """Token ids of a whole answer of one choice, u32 each, where the engine tells them (vLLM's ``return_token_ids``)."""
+    if b'"token_ids"' not in body:
+        return None
+    try:
+        choices = _answer.decode(body).choices
+        ids = choices[0].token_ids if len(choices) == 1 else None
+        return Struct(f"<{len(ids)}I").pack(*ids) if ids else None
+    except (msgspec.DecodeError, UnicodeDecodeError, StructError):
+        return None
+
+
 def text_or_tokens(value: Any) -> bytes:
     """Bytes of a prompt given as text, as token ids (u32 each), or as a list of either."""
     if isinstance(value, str):

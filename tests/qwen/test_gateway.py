@@ -1,4 +1,4 @@
-"""The session of four requests through the whole gateway, in front of simulated engines with the real tokenizer and template."""
+"""The session of four requests through the whole gateway: simulated engines with the real tokenizer and template."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from gateway.config import Config, ModelConfig
 from gateway.templates import Template
 from kv_index.index import Rung
-from tests.gateway.conftest import Begin, StartEngine
-from tests.gateway.conftest import engine as engine, gateway as gateway  # noqa: PLC0414
+from tests.gateway.conftest import Begin, StartEngine, engine as engine, gateway as gateway
 from tests.gateway.talk import Raw, request, until
 from tests.qwen import Files
 from tests.qwen.session import MODEL, REQUESTS, body, generated
