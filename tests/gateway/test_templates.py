@@ -102,7 +102,7 @@ def test_other_arguments_reach_the_template() -> None:
     assert rendered("{{ a is defined }}", chat_template_kwargs=None) == "False"
     source = "{{ reasoning_effort }}"
     assert rendered(source, reasoning_effort="low") == "low"
-    assert rendered(source, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "high"
+    assert rendered(source, chat_template_kwargs={"reasoning_effort": "high"}) == "high"
 
 
 def test_other_fields_do_not() -> None:

@@ -28,14 +28,18 @@ TOOLS = [
 SYSTEM = 3 * "你是一个能调用工具的助手。先想清楚再行动，需要时调用工具，拿到结果后继续推理，直到能回答用户。"
 
 
-def _calls(name: str, **arguments: str) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+def _calls(id_: str, name: str, **arguments: str) -> list[dict[str, Any]]:
+    return [{"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}]
 
 
 ASKED: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": "北京今天最高气温是多少摄氏度？换算成华氏度是多少？"},
-    {"role": "tool", "content": 6 * "1. 北京今日天气：晴转多云，气温 12～23°C，北风 3 级，空气质量良。\n"},
-    {"role": "tool", "content": "73.4"},
+    {
+        "role": "tool",
+        "tool_call_id": "call-1",
+        "content": 6 * "1. 北京今日天气：晴转多云，气温 12～23°C，北风 3 级，空气质量良。\n",
+    },
+    {"role": "tool", "tool_call_id": "call-2", "content": "73.4"},
     {"role": "user", "content": "那明天呢？"},
 )
 """What each request adds, and ..."""
@@ -44,13 +48,13 @@ ANSWERED: tuple[dict[str, Any], ...] = (
         "role": "assistant",
         "reasoning_content": 2 * "用户要北京今天的最高气温，并换算成华氏度。我需要先搜索今天的天气。",
         "content": "",
-        "tool_calls": _calls("web_search", query="北京 今天 天气 最高气温"),
+        "tool_calls": _calls("call-1", "web_search", query="北京 今天 天气 最高气温"),
     },
     {
         "role": "assistant",
         "reasoning_content": 2 * "搜索结果显示最高气温 23°C。华氏度 = 摄氏度 × 9/5 + 32，用代码算一下更稳妥。",
         "content": "",
-        "tool_calls": _calls("run_python", code="print(23 * 9 / 5 + 32)"),
+        "tool_calls": _calls("call-2", "run_python", code="print(23 * 9 / 5 + 32)"),
     },
     {
         "role": "assistant",
