@@ -20,7 +20,7 @@ from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant
 from gateway.workers import Target
 from kv_index.checkpoints import Checkpoints, Rule
-from kv_index.index import PrefixIndex, Report
+from kv_index.index import DOUBTED, PrefixIndex, Report
 from kv_index.pages import EMPTY, PAGE_TOKENS, SYMBOL, TEXT_PAGE, Pages, chain, names, paginate
 from kv_index.radix import Node
 from kv_index.sequels import Sequels
@@ -572,6 +572,9 @@ class Routing:
 
     def _report(self, ask: Ask, target: Target, predicted: int, cached: int, prompt: int, now: float) -> None:
         """Have what is believed of ``target`` corrected by what it found in its cache."""
+        trust = self.index.trust.get(target.id)
+        if trust is not None and -DOUBTED <= predicted - cached <= DOUBTED and trust.quiet:
+            return
         session = ask.session
         told = Report(
             predicted,

@@ -123,6 +123,11 @@ class Trust:
         self.measured_at = -inf
 
     @property
+    def quiet(self) -> bool:
+        """Whether a report that agrees would tell nothing new."""
+        return not (self.fed or self.nothing or self.strayed) and self.rung is Rung.PREDICTED
+
+    @property
     def exact(self) -> bool:
         """Whether its events tell its cache."""
         return self.rung is Rung.EXACT
