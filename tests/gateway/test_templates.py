@@ -118,7 +118,6 @@ def test_thinking_can_be_switched_off(real: Template) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_fields_that_engines_read_differently_are_not_guessed(name: str) -> None:
-    assert refused("x", **{name: False}) == "parameter"
     assert refused("x", **{name: "{{ messages }}"}) == "parameter"
     assert rendered("x", **{name: None}) == "x"
 
