@@ -208,6 +208,7 @@ class Gateway:
         ask = self.routing.ask(
             tenant, reading, incoming.named, draw, started, memo=incoming.memo, ids=ids, salt=self.salt
         )
+        ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.start()
 
@@ -386,7 +387,7 @@ class Gateway:
         tally.ended(exchange.route.kind, outcome, seconds)
         if not streaming:
             return
-        said = answered_ids(exchange.tail) if ask.ids is not None and not exchange.events else None
+        said = answered_ids(exchange.tail) if ask.returns and not exchange.events else None
         self.routing.settle(ask, target, usage, self.clock(), said)
         if exchange.alone:
             self._calibrate(exchange, target, usage)

@@ -99,6 +99,7 @@ class Fleet:
             # A page that was not there just now does not make a known size unknown.
             facts.kv_tokens = facts.kv_tokens or worker.facts.kv_tokens
             facts.block_size = facts.block_size or worker.facts.block_size
+            facts.events = facts.events or worker.facts.events
         worker.facts = facts
         while len(worker.targets) < max(1, facts.ranks):
             target = Target(next(self._ids), worker, len(worker.targets))

@@ -36,6 +36,9 @@ BYTES_PER_TOKEN = 4.0
 
 LEARNING = 0.05
 
+LAG = 0.25
+"""Seconds after an answer within which events of its last tokens may be on their way."""
+
 
 @dataclass(slots=True, eq=False)
 class Model:
@@ -48,8 +51,12 @@ class Model:
     """Where its engines can resume a prompt, if not anywhere."""
     fine: bool = False
     """Whether some of its engines cache in blocks smaller than a page of ours."""
-    by_ids: bool = False
-    """Whether its prompts are routed by token ids."""
+    adapter: str | None = None
+    """Its name, if it is an adapter: engines tell it in their events."""
+    by_ids: float = 0.0
+    """The share of its prompts that are routed by token ids."""
+    fitted: float = 0.0
+    """The same when capacities were last told to the index."""
     told: bool = False
     """Whether it was said that its engines' events are of no use without token ids."""
     ordinal: int = 0
@@ -87,6 +94,7 @@ class Ask:
         "prompt",
         "reading",
         "request",
+        "returns",
         "routed",
         "salt",
         "scope",
@@ -94,6 +102,7 @@ class Ask:
         "shadow",
         "size",
         "start",
+        "stored",
         "tenant",
         "turn",
         "used",
@@ -119,7 +128,10 @@ class Ask:
         self.page = 0.0
         """Tokens in one of its pages."""
         self.ids: bytes | None = None
-        """Token ids of the prompt, little-endian u32 each; ``None`` in text mode."""
+        """Token ids of the prompt, little-endian u32 each; ``None`` in text mode. Empty again once the answer has begun and
+        nothing more can be learned with them."""
+        self.returns = False
+        """The answer may tell the ids that were generated."""
         self.start = 0
         """Where the chain of its ids begins: adapter and salt."""
         self.salt: str | None = None
@@ -130,6 +142,8 @@ class Ask:
         """What routing alone would have predicted of the chosen target."""
         self.shadow: int | None = None
         """What events alone would have predicted of it; ``None`` where they are not asked."""
+        self.stored: int | None = None
+        """Blocks that the chosen target's events had told of before; ``None`` where they are not asked."""
         self.used: float | None = None
         """When the session's last prompt was sent to the chosen target; ``None`` if that was elsewhere."""
         self.namespace = b""
@@ -214,7 +228,8 @@ class Routing:
             policy = options.policies.get(name) or self._default
             # An engine that lists no models takes any name: such names are a client's, and no label.
             label = name if self._known(name) else "unlisted"
-            model = self.models[name] = Model(name, policy, thinking, by_ids=name in options.by_ids, label=label)
+            by_ids = float(name in options.by_ids)
+            model = self.models[name] = Model(name, policy, thinking, by_ids=by_ids, fitted=by_ids, label=label)
             self._describe(model)
         return model
 
@@ -223,6 +238,8 @@ class Routing:
         model.rule = self._rule_of(model.name)
         sizes = [worker.facts.block_size for worker in self.fleet.serving(model.name)]
         model.fine = any(size is not None and size < PAGE_TOKENS for size in sizes)
+        listed = [served for worker in self.fleet.serving(model.name) for served in worker.facts.models]
+        model.adapter = model.name if any(s.name == model.name and s.parent is not None for s in listed) else None
 
     def _rule_of(self, name: str) -> Rule | None:
         """Where engines can resume a prompt, if its model is hybrid."""
@@ -298,7 +315,7 @@ class Routing:
                     ask.salt = salt(ask)
                 elif reading.salt is not None:
                     ask.salt = reading.salt()
-                self._match_ids(ask, ids, model)
+                self._match_ids(ask, ids, model, now)
         return ask
 
     def _check_model(self, tenant: Tenant, reading: Reading, model: Model | None) -> None:
@@ -317,6 +334,8 @@ class Routing:
     def _match(self, ask: Ask, prompt: Prompt, model: Model) -> None:
         session, request = ask.session, ask.request
         size = len(prompt.text)
+        if model.by_ids:
+            self._share(model, 0.0)
         ask.pages = pages = paginate(prompt.text, session.pages if session is not None else None)
         symbols = pages.symbols
         if len(symbols) >= PREFIX_PAGES * SYMBOL:
@@ -346,10 +365,10 @@ class Routing:
                 self._open_tail(session, symbols, depth, holdings, most, model.rule)
             request.holdings = holdings
 
-    def _match_ids(self, ask: Ask, ids: bytes, model: Model) -> None:
+    def _match_ids(self, ask: Ask, ids: bytes, model: Model, now: float) -> None:
         """The same by token ids: exact counts, exact where events tell, true to the engines' blocks."""
         session, request = ask.session, ask.request
-        ask.start = namespace(self._adapter(model.name), ask.salt)
+        ask.start = namespace(model.adapter, ask.salt)
         ask.page = float(PAGE_TOKENS)
         ask.namespace += b"\x00ids"
         ask.pages = pages = chain(ids, ask.start, session.pages if session is not None else None)
@@ -357,25 +376,32 @@ class Routing:
         if len(symbols) >= PREFIX_PAGES * SYMBOL:
             request.prefix = xxh3_64_intdigest(symbols[: PREFIX_PAGES * SYMBOL])
         count = request.tokens = max(1, len(ids) // 4)
+        self._share(model, 1.0)
         found = self.index.match(ask.namespace, symbols, ids, ask.start, request.home, events=not ask.reading.apart)
         ask.depth, ask.exact = found.depths, found.exact
         held = found.tokens
         if model.fine:
             self._to_the_token(ask, held, names(symbols), ids)
         if model.rule is not None and held:
-            # What events tell of the groups of a hybrid model is usable as it is.
-            told = {target: tokens for target, tokens in held.items() if found.exact.get(target, 0) >= tokens}
-            held = (
-                {**self.checkpoints.usable(names(symbols), held, ids), **told}
-                if told
-                else self.checkpoints.usable(names(symbols), held, ids)
-            )
+            # What events tell of all groups of a hybrid model's caches is usable as it is.
+            blocks = self.index.blocks
+            told = {target: found.exact[target] for target in held if target in found.exact and blocks.grouped(target)}
+            held = {**self.checkpoints.usable(names(symbols), held, ids), **told}
         if session is not None and session.tail_target is not None:
             at = self.index.trust.get(session.tail_target)
-            if at is None or not at.exact:
+            # What events do not tell by then is not there.
+            late = at is not None and at.stored < session.awaits and now - session.ended < LAG
+            if at is None or not at.exact or late:
                 self._open_tail(session, symbols, found.depths, held, count - 1, model.rule)
         request.restored = found.restored
         request.holdings = {target: self._usable(target, tokens, count) for target, tokens in held.items()}
+
+    def _share(self, model: Model, ids: float) -> None:
+        """Pages of ids hold fewer tokens than pages of text: how many a cache has depends on which there are."""
+        model.by_ids += 0.02 * (ids - model.by_ids)
+        if abs(model.by_ids - model.fitted) > 0.1:
+            model.fitted = model.by_ids
+            self.fit_capacities()
 
     def _to_the_token(self, ask: Ask, held: dict[int, int], along: Sequence[int], ids: bytes) -> None:
         """Where pages are known and engines cache token by token."""
@@ -393,14 +419,6 @@ class Routing:
         at = self.fleet.targets.get(target)
         block = (at.worker.facts.block_size if at is not None else None) or 1
         return min(held, count - 1) // block * block
-
-    def _adapter(self, model: str) -> str | None:
-        """The name of the adapter that a model is, as its engine tells it in events."""
-        for worker in self.fleet.serving(model):
-            for served in worker.facts.models:
-                if served.name == model:
-                    return model if served.parent is not None else None
-        return None
 
     def _open_tail(
         self,
@@ -476,12 +494,13 @@ class Routing:
             if ask.ids is None:
                 self._tell_useless(ask.model)
             elif not ask.reading.apart:
+                ask.stored = trust.stored
                 ask.shadow = self._usable(id_, ask.exact.get(id_, 0), ask.request.tokens or 1)
                 ask.routed = int(ask.depth.get(id_, 0) * ask.page)
         ask.used = session.sent if session is not None and session.sent_to == id_ else None
 
     def _tell_useless(self, model: Model | None) -> None:
-        if model is not None and not model.told and not model.by_ids:
+        if model is not None and not model.told and model.name not in self.options.by_ids:
             model.told = True
             log.warning(
                 "engines of %s publish KV events, but its prompts are routed by text, which events cannot be compared "
@@ -505,6 +524,10 @@ class Routing:
 
     def begun(self, ask: Ask) -> None:
         """The answer begins: what was needed to choose again may go, and only what is learned at the end stays."""
+        reading = ask.reading
+        reading.ids = reading.salt = None
+        if ask.ids is not None and not ask.returns and (ask.model is None or ask.model.rule is None):
+            ask.ids = b""
         prompt = ask.prompt
         if prompt is not None:
             if ask.found == "content":
@@ -551,16 +574,18 @@ class Routing:
             return
         if ask.end is not None:
             self.sessions.remember_content(session, ask.end)
-        if said is not None and ask.ids is not None:
+        if said is not None and ask.ids:
             ask.pages = self._said(ask, target, ask.ids + said[:-4], now)
         self.sessions.keep_pages(session, ask.pages)
         session.prompt_bytes = size
         session.prompt_tokens = usage.prompt if usage is not None else None
         if session.prompt_tokens is None and ask.ids is not None:
-            session.prompt_tokens = len(ask.ids) // 4
+            session.prompt_tokens = ask.request.tokens
         # Of the last token that was sampled nothing was computed.
         session.tail_tokens = max(0, (usage.completion or 0) - 1) if usage is not None else 0
         session.tail_target = target.id
+        session.ended = now
+        session.awaits = ask.stored + _blocks(usage, target) if ask.stored is not None else 0
 
     def _said(self, ask: Ask, target: Target, ids: bytes, now: float) -> Pages:
         """What was generated is known to the token: it is held, and no open tail."""
@@ -631,7 +656,8 @@ class Routing:
         known = self.models.get(facts.models[0].name) if facts.models else None
         ratio = known.bytes_per_token if known is not None else BYTES_PER_TOKEN
         tokens = facts.kv_tokens
-        page = PAGE_TOKENS if known is not None and known.by_ids else TEXT_PAGE / ratio
+        share = known.fitted if known is not None else 0.0
+        page = share * PAGE_TOKENS + (1 - share) * TEXT_PAGE / ratio
         self.index.set_size(target.id, None if tokens is None else int(tokens / page))
 
     # -- the dry run ------------------------------------------------------------------------------------------------
@@ -676,6 +702,14 @@ class Routing:
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)
         return None if found is None else found.name
+
+
+def _blocks(usage: Usage | None, target: Target) -> int:
+    """Blocks that ``target`` stores for a request with that usage."""
+    if usage is None or usage.prompt is None:
+        return 0
+    size = target.worker.facts.block_size or PAGE_TOKENS
+    return (usage.prompt + (usage.completion or 0) - 1) // size - (usage.cached or 0) // size
 
 
 def _by_tier(tokens: int, restored: tuple[int, int, int] | None) -> dict[str, int]:

@@ -90,6 +90,10 @@ class Session:
     sent: float = 0.0
     """When its last prompt was sent."""
     sent_to: int | None = None
+    ended: float = 0.0
+    """When its last answer ended."""
+    awaits: int = 0
+    """Blocks that its last target will have stored, by its events, when they have told all of that answer."""
     used: float = 0.0
     turns: int = 0
     running: int = 0

@@ -68,17 +68,13 @@ class Listener:
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Listen until cancelled."""
         self._context = context
-        self.index.fed(self.target.id, self.target.worker.facts.block_size)
-        try:
-            while True:
-                try:
-                    await self._listen(context)
-                except (zmq.ZMQError, OSError) as error:
-                    log.warning("the KV events of %s cannot be listened to: %s", self.target.name, error)
-                    self._silenced("no_socket")
-                await asyncio.sleep(AGAIN)
-        finally:
-            self.index.deaf(self.target.id)
+        while True:
+            try:
+                await self._listen(context)
+            except (zmq.ZMQError, OSError) as error:
+                log.warning("the KV events of %s cannot be listened to: %s", self.target.name, error)
+                self._silenced("no_socket")
+            await asyncio.sleep(AGAIN)
 
     async def _listen(self, context: zmq.asyncio.Context) -> None:
         socket = context.socket(zmq.SUB)
@@ -188,7 +184,7 @@ class Listener:
             if self.index.blocks.full:
                 self.feed.complete = False
                 self._silenced("index_full")
-        self.index.heard(self.target.id, self.feed.complete and not self._flooded, told.cleared)
+        self.index.heard(self.target.id, self.feed.complete and not self._flooded, told.cleared, told.stored)
 
     # -- replay -----------------------------------------------------------------------------------------------------
 
@@ -314,6 +310,10 @@ class Subscriptions:
     def watch(self, worker: Worker) -> None:
         """Listen to what ``worker`` publishes now, and no more to what it does not."""
         sources = sources_of(worker)
+        for listener in list(self.listeners.values()):
+            if listener.target.worker is worker and listener.target not in worker.targets:
+                self.leave(listener.target)
+                self.index.remove(listener.target.id)
         for at, target in enumerate(worker.targets):
             source = sources[at] if at < len(sources) else None
             known = self.listeners.get(target.id)
@@ -327,16 +327,16 @@ class Subscriptions:
                     else Listener(target, source, self.index, self.metrics)
                 )
                 self.listeners[target.id] = listener
+                self.index.fed(target.id, worker.facts.block_size)
                 self._tasks[target.id] = asyncio.get_running_loop().create_task(
                     self._run(listener), name=f"events {target.name}"
                 )
 
     def leave(self, target: Target) -> None:
         """Listen to ``target`` no more."""
-        self.listeners.pop(target.id, None)
-        task = self._tasks.pop(target.id, None)
-        if task is not None:
-            task.cancel()
+        if self.listeners.pop(target.id, None) is not None:
+            self._tasks.pop(target.id).cancel()
+            self.index.deaf(target.id)
 
     def doubt(self, target: int) -> None:
         """What ``target`` held may be gone: a new process, as far as can be told from outside."""

@@ -28,8 +28,14 @@ REFUSED = (
     "add_generation_prompt",
     "echo",
     "mm_processor_kwargs",
+    "truncate_prompt_tokens",
+    "add_special_tokens",
 )
-"""Fields that change what is rendered in ways that differ from engine to engine."""
+"""Fields that change what is rendered in ways that differ from engine to engine, ..."""
+USUAL = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "echo": False}
+"""... unless they say what holds without them."""
+OWN = ("messages", "tools", "chat_template", "tokenize", "documents")
+"""Arguments of templates that a request may not name itself."""
 
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -42,7 +48,9 @@ class Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """The body alone."""
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # What is set inside is not set behind it.
+        return [nodes.Scope(body)]
 
 
 class Template:
@@ -57,8 +65,8 @@ class Template:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = environment.from_string(source)
         self._names = names or {}
-        self.parts = ("content is" in source and "is iterable" in source) or "for content in" in source
-        """Whether it reads contents that are lists itself; they are joined otherwise."""
+        self.parts = _reads_parts(environment.parse(source))
+        """Whether it reads contents part by part: all are lists of parts then, and one text otherwise."""
 
     @classmethod
     def load(cls, path: str, tokenizer: str | None = None) -> Template:
@@ -68,12 +76,12 @@ class Template:
             source = Path(path).read_text(encoding="utf-8")
             config: dict[str, Any] = {}
             if path.endswith(".json"):
-                config = json.loads(source)
+                config = _mapping(json.loads(source))
                 source = _chosen(config.get("chat_template"))
             for near in (path, tokenizer) if not config else ():
                 beside = Path(near).with_name("tokenizer_config.json") if near else None
                 if beside is not None and beside.is_file():
-                    config = json.loads(beside.read_text(encoding="utf-8"))
+                    config = _mapping(json.loads(beside.read_text(encoding="utf-8")))
                     break
             return cls(source, _special(config))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, jinja2.TemplateError) as error:
@@ -82,24 +90,30 @@ class Template:
     def render(self, body: dict[str, Any]) -> str:
         """The prompt of a chat completion's body. Raises `Unrendered`."""
         for name in REFUSED:
-            if body.get(name) not in (None, True if name == "add_generation_prompt" else None):
+            if body.get(name) is not None and body[name] is not USUAL.get(name):
                 raise Unrendered("parameter", f"{name} changes the prompt")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise Unrendered("messages")
         more = body.get("chat_template_kwargs")
         told = dict(more) if isinstance(more, dict) else {}
-        if body.get("reasoning_effort") is not None:
-            told.setdefault("reasoning_effort", body["reasoning_effort"])
+        if not told.keys().isdisjoint(OWN):
+            raise Unrendered("parameter", "chat_template_kwargs has what is the request's own")
+        effort = body.get("reasoning_effort")
+        if effort is not None:
+            told["reasoning_effort"] = effort
+            told.setdefault("enable_thinking", effort != "none")
         try:
             return self._template.render(
-                **self._names,
-                **{
+                {
+                    **self._names,
+                    **told,
                     "messages": [self._message(message) for message in messages],
                     "tools": _tools(body.get("tools")),
+                    "documents": None,
                     "add_generation_prompt": True,
-                    **told,
-                },
+                    "continue_final_message": False,
+                }
             )
         except Unrendered:
             raise
@@ -111,28 +125,29 @@ class Template:
         if not isinstance(message, dict):
             raise Unrendered("messages")
         told = dict(message)
-        content = told.get("content")
-        if isinstance(content, list):
-            told["content"] = self._content(content)
-        elif content is None:
-            told["content"] = ""
-        thinking = told.get("reasoning") or told.get("reasoning_content")
-        if thinking is not None:
-            told["reasoning"] = told["reasoning_content"] = thinking
-        calls = told.get("tool_calls")
-        if isinstance(calls, list):
-            told["tool_calls"] = [_call(call) for call in calls]
-        elif "tool_calls" in told:
-            del told["tool_calls"]
+        told["content"] = self._content(told.get("content"), told.get("role"))
+        thinking, calls = told.pop("reasoning", None), told.pop("tool_calls", None)
+        old = told.pop("reasoning_content", None)
+        thinking = old if thinking is None else thinking
+        if told.get("role") == "assistant":
+            if thinking is not None:
+                told["reasoning"] = told["reasoning_content"] = thinking
+            if isinstance(calls, list) and calls:
+                told["tool_calls"] = [_call(call) for call in calls]
         return told
 
-    def _content(self, content: list[Any]) -> str | list[Any]:
-        texts = []
+    def _content(self, content: Any, role: Any) -> str | list[Any]:
+        if content is None:
+            content = []
+        elif isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        elif not isinstance(content, list):
+            raise Unrendered("messages")
         for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise Unrendered("media")
-            texts.append(part["text"])
-        return [{"type": "text", "text": text} for text in texts] if self.parts else "\n".join(texts)
+        # What tools say is one text for all templates.
+        return content if self.parts and role != "tool" else "\n".join([part["text"] for part in content])
 
 
 def _call(call: Any) -> Any:
@@ -141,8 +156,10 @@ def _call(call: Any) -> Any:
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"]) if function["arguments"] else {}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         raise Unrendered("arguments") from None
+    if not isinstance(arguments, dict):
+        raise Unrendered("arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -155,10 +172,48 @@ def _tools(tools: Any) -> list[Any] | None:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict):
             raise Unrendered("tools")
-        ordered = {name: function[name] for name in ("name", "description", "parameters") if name in function}
-        rest = {name: value for name, value in function.items() if name not in ordered}
-        found.append({"type": tool.get("type", "function"), "function": {**ordered, **rest}})
+        deferred = tool.get("defer_loading")
+        told = {name: function.get(name) for name in ("name", "description", "parameters")}
+        more = {"strict": function.get("strict"), "defer_loading": function.get("defer_loading", deferred)}
+        told |= {name: value for name, value in more.items() if value is not None}
+        whole = {"type": tool.get("type", "function"), "function": told}
+        found.append(whole if deferred is None else {**whole, "defer_loading": deferred})
     return found
+
+
+def _mapping(told: Any) -> dict[str, Any]:
+    if not isinstance(told, dict):
+        raise jinja2.TemplateError("a configuration is an object")
+    return told
+
+
+def _reads_parts(tree: nodes.Template) -> bool:
+    """Whether it has a loop over a message's content, by that name or as what a macro is given."""
+
+    def is_content(node: nodes.Node | None) -> bool:
+        while isinstance(node, nodes.Filter) or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)):
+            node = node.node
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "content"
+        return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+    handed = set()
+    inside = set()
+    for macro in tree.find_all(nodes.Macro):
+        names = [argument.name for argument in macro.args]
+        calls = [call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", None) == macro.name]
+        given = {name for call in calls for name, value in zip(names, call.args, strict=False) if is_content(value)}
+        given |= {keyword.key for call in calls for keyword in call.kwargs if is_content(keyword.value)}
+        for loop in macro.find_all(nodes.For):
+            inside.add(id(loop))
+            if getattr(loop.iter, "name", None) in given:
+                handed.add(id(loop))
+    return any(
+        is_content(loop.iter)
+        or id(loop) in handed
+        or (id(loop) not in inside and isinstance(loop.iter, nodes.Name) and loop.iter.name == "content")
+        for loop in tree.find_all(nodes.For)
+    )
 
 
 def _chosen(told: Any) -> str:

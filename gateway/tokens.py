@@ -35,6 +35,8 @@ TRIALS = (
     "<|a|>Hello  world\n\n  it's 3.14 \t end ",
     '{"a": [1, 2, {"b": null}]}\r\nif x:\n        return \'\u4f60\u597d\' \U0001f600 ',
     " leading, trailing ",
+    "plain ",
+    "你好",
 )
 
 
@@ -58,18 +60,20 @@ class Tokenizer:
         self._special = {each.content: self._fast.token_to_id(each.content) for each in plain}
         words = sorted(map(re.escape, self._special), key=len, reverse=True)
         self._split = re.compile("(" + "|".join(words) + ")").split if words else None
-        self._prefix, self._suffix = self._around()
-        if self._split is not None and not (len(plain) == len(list(added)) and self._is_exact()):
+        self._ends = self._around()
+        if len(plain) < len(list(added)) or (self._split is not None and not self._is_exact()):
             log.warning("%s does not split text at its special tokens: whole prompts are tokenised each time", path)
             self._split = None
 
     def ids(self, text: str, special: bool = False) -> bytes:
         """Token ids of ``text``, little-endian u32 each. ``special``: with what stands around a prompt that is plain text."""
+        if special and self._ends is None:
+            return self._encode(text, True)
         if self._split is None:
             found = self._piece(text)
         else:
             found = b"".join([self._piece(piece) for piece in self._split(text) if piece])
-        return self._prefix + found + self._suffix if special else found
+        return found.join(self._ends) if special and self._ends is not None else found
 
     def _piece(self, text: str) -> bytes:
         id_ = self._special.get(text)
@@ -96,10 +100,14 @@ class Tokenizer:
             ids.byteswap()
         return ids.tobytes()
 
-    def _around(self) -> tuple[bytes, bytes]:
+    def _around(self) -> tuple[bytes, bytes] | None:
+        """What stands in front of a plain text and behind it; ``None`` if that cannot be told apart."""
+        if not self._fast.num_special_tokens_to_add(False):
+            return b"", b""
         bare, whole = self._encode("a"), self._encode("a", True)
-        at = whole.find(bare)
-        return (b"", b"") if at < 0 else (whole[:at], whole[at + len(bare) :])
+        # To the token: the same bytes may lie across two.
+        found = [at for at in range(0, len(whole), 4) if bare and whole.startswith(bare, at)]
+        return (whole[: found[0]], whole[found[0] + len(bare) :]) if len(found) == 1 else None
 
     def _is_exact(self) -> bool:
         """Whether pieces have the ids that they have in the whole: some tokenizers mark where a text begins."""

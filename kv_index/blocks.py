@@ -27,7 +27,7 @@ from math import lcm
 from struct import Struct, error as StructError
 from typing import NamedTuple
 
-from kv_index.pages import PAGE_TOKENS, PREFIX_BITS, names, prefixes
+from kv_index.pages import PAGE_TOKENS, PREFIX_BITS, SYMBOL, names, prefixes
 from kv_index.slab import SLOT_BYTES, Slab
 
 ENTRY_BYTES = 104
@@ -204,6 +204,21 @@ class BlockIndex:
         if state is None:
             return None
         return state.full[0].size if state.full else next(iter(state.sizes.values()), None)
+
+    def holds(self, target: int, symbols: bytes) -> bool:
+        """Whether ``target`` holds the last whole block of the prompt with these chained symbols, on whatever tier."""
+        state = self._targets.get(target)
+        if state is None or not state.full:
+            return False
+        group = state.full[0]
+        end = len(symbols) // SYMBOL // group.stride * group.stride * SYMBOL
+        name = int.from_bytes(symbols[end - SYMBOL : end], "little") if end else None
+        return name is None or any(holders.get(name, 0) & group.bit for holders in self._holders)
+
+    def grouped(self, target: int) -> bool:
+        """Whether ``target`` tells of caches that are reusable at some tokens only."""
+        state = self._targets.get(target)
+        return state is not None and bool(state.others)
 
     def match(self, symbols: bytes, ids: bytes = b"", start: int = 0) -> Held:
         """Who can reuse how much of the prompt with these chained symbols. Changes nothing.

@@ -90,6 +90,7 @@ class Trust:
         "reason",
         "rung",
         "share",
+        "stored",
         "strayed",
         "unheard",
         "whole",
@@ -104,6 +105,8 @@ class Trust:
         self.whole = False
         """They tell all that it holds."""
         self.batches = 0
+        self.stored = 0
+        """Blocks that they told of."""
         self.agreed = 0
         """Reports in a row that agreed with events."""
         self.wrong = 0
@@ -249,13 +252,15 @@ class PrefixIndex:
         self.blocks.add(target, size)
         self.of(target).fed = True
 
-    def heard(self, target: int, whole: bool, cleared: bool) -> None:
-        """A batch was applied to `blocks`; ``whole``: nothing is missing since the engine held nothing."""
+    def heard(self, target: int, whole: bool, cleared: bool, stored: int = 0) -> None:
+        """A batch that told of so many ``stored`` blocks was applied to `blocks`; ``whole``: nothing is missing since the engine
+        held nothing."""
         trust = self.of(target)
         trust.batches += 1
+        trust.stored += stored
         trust.unheard = 0
         if target in self._landed:
-            self._arrived(target, inf)
+            self._arrived(target, -inf)
         if cleared:
             self.emptied(target)
         if whole and not trust.whole:
@@ -265,13 +270,18 @@ class PrefixIndex:
         elif trust.rung is Rung.PREDICTED and trust.reason == "no_events" and trust.whole:
             self._rise(target, trust, "events")
 
-    def _arrived(self, target: int, until: float) -> None:
+    def _arrived(self, target: int, now: float) -> None:
         """Of requests that ended, events tell now, or will not."""
-        landed = self._landed[target]
-        while landed and landed[0][0] <= until:
-            _, namespace, symbols, sent = landed.popleft()
-            self._flying.forget(namespace, symbols, target, 0, sent)
-        if not landed:
+        left: deque[tuple[float, bytes, bytes, float]] = deque()
+        for each in self._landed[target]:
+            until, namespace, symbols, sent = each
+            if until <= now or self.blocks.holds(target, symbols):
+                self._flying.forget(namespace, symbols, target, 0, sent)
+            else:
+                left.append(each)
+        if left:
+            self._landed[target] = left
+        else:
             del self._landed[target]
 
     def silenced(self, target: int, reason: str, forget: bool) -> None:
@@ -280,12 +290,16 @@ class PrefixIndex:
         trust.whole = False
         trust.agreed = 0
         if forget:
-            self.blocks.clear(target)
+            # Blocks of another process may be of another size.
+            self.blocks.drop(target)
+            self.blocks.add(target)
         if trust.rung is Rung.EXACT:
             self._move(target, Rung.PREDICTED, reason)
 
     def deaf(self, target: int) -> None:
         """Nobody listens to ``target`` any more."""
+        if target not in self.trust:
+            return
         self.silenced(target, "not_subscribed", True)
         self.blocks.drop(target)
         self.of(target).fed = False

@@ -9,7 +9,7 @@ from collections import deque
 
 from gateway.http.incoming import Incoming
 from gateway.http.server import Inbound
-from gateway.http.sse import boundary, events
+from gateway.http.sse import boundary, spans
 
 FIRST = 2048
 COMMENT = b": keep-alive\n\n"
@@ -20,14 +20,12 @@ USAGE = b'"choices":[]'
 
 def without_usage(data: bytes) -> bytes:
     """Whole events without the one that only tells usage."""
-    kept, at = [], 0
-    for event in events(data):
-        end = at + len(event)
-        past = end + (4 if data.startswith(b"\r\n\r\n", end) else 2)
-        if USAGE not in event or b'"usage"' not in event:
-            kept.append(data[at:past])
-        at = past
-    return b"".join(kept) + data[at:]
+    kept, past = [], 0
+    for start, end, past in spans(data):
+        event = data[start:end]
+        if USAGE not in event or b'"usage":{' not in event:
+            kept.append(data[start:past])
+    return b"".join(kept) + data[past:]
 
 
 class Relay:

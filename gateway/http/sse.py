@@ -17,16 +17,21 @@ def boundary(data: bytes) -> int:
     return best
 
 
-def events(data: bytes) -> Iterator[bytes]:
-    """Every complete event in ``data``, without the blank line that ends it."""
+def spans(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Where every complete event in ``data`` begins, ends, and where the blank line that ends it is over."""
     at = 0
     while True:
         ends = [(found, len(end)) for end in _ENDS if (found := data.find(end, at)) >= 0]
         if not ends:
             return
         found, length = min(ends)
-        yield data[at:found]
+        yield at, found, found + length
         at = found + length
+
+
+def events(data: bytes) -> Iterator[bytes]:
+    """Every complete event in ``data``, without the blank line that ends it."""
+    return (data[start:end] for start, end, _ in spans(data))
 
 
 def first_event(data: bytes) -> bytes | None:
