@@ -459,12 +459,12 @@ async def test_what_an_engine_held_before_its_restart_is_forgotten(
         for name in prompts:
             await talk.ask(prompts[name], name, 1)
     for size in (1, 4):
-        listener = running.subscriptions.listeners[target.id]
         again = asyncio.create_task(one.restart(1.0))
         await until(lambda: worker.state is State.DOWN)
         await again
         await until(lambda: worker.state is State.READY)
-        await until(lambda listener=listener: listener.connected)
+        listeners = running.subscriptions.listeners
+        await until(lambda listeners=listeners: target.id in listeners and listeners[target.id].connected)
         async with talking(running, one) as talk:
             for name in list(prompts)[:size]:
                 told = await talk.ask(prompts[name], name, 1)
@@ -554,9 +554,10 @@ async def test_a_connection_of_events_that_breaks_costs_exactness_until_it_is_ba
     draws = Random(18)
     prompts = {f"s{at}": words(draws, 300) for at in range(4)}
     async with talking(running, one) as talk:
-        if not replay:
-            listener = next(iter(running.subscriptions.listeners.values()))
-            await until(lambda: listener.connected)
+        listener = next(iter(running.subscriptions.listeners.values()))
+        await until(lambda: listener.connected)
+        # The subscription itself has to get through before anything is published.
+        await asyncio.sleep(0.3)
         for name in prompts:
             await talk.ask(prompts[name], name, 1)
         await exact(running)
@@ -564,8 +565,8 @@ async def test_a_connection_of_events_that_breaks_costs_exactness_until_it_is_ba
         await until(lambda: rungs(running) == [("predicted", "disconnected")])
         stored = await counted(running, "warmroute_kv_blocks_stored_total")
         await cable.plug()
-        listener = next(iter(running.subscriptions.listeners.values()))
         await until(lambda: listener.connected)
+        await asyncio.sleep(0.3)
         if replay:
             before = await talk.ask(words(draws, 32), "next", 1)
             await exact(running)
@@ -586,6 +587,7 @@ async def test_what_was_missed_while_the_connection_was_broken_is_asked_for(
     events = EventsConfig(endpoint=f"tcp://127.0.0.1:{cable.port}", replay=one.replay_endpoints[0])
     running = await gateway(WorkerConfig(one.url, events=events), policy="cache_aware")
     await exact(running)
+    await asyncio.sleep(0.3)
     draws = Random(19)
     prompts = [words(draws, 300) for _ in range(12)]
     async with talking(running, one) as talk:
