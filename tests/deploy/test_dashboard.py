@@ -14,11 +14,15 @@ from time import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import yaml
 
+from gateway.config import Config, ModelConfig, WorkerConfig
+from gateway.run import Running
 from load_tests.client import Client, Results
-from load_tests.demo import MODEL, Fleet, start_fleet
+from load_tests.demo import MODEL, Fleet
+from load_tests.engine import Engine, EngineOptions
 from load_tests.workloads.agents import agent_sessions
 from tests.conftest import Require
 from tests.deploy.prometheus import BINARY, Prometheus, scraping
@@ -27,6 +31,14 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/warmroute.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 CURE = "apt-get install prometheus"
+ORPHAN = {
+    "type": "BlockStored",
+    "block_hashes": [1],
+    "parent_block_hash": 2,
+    "token_ids": [*range(16)],
+    "block_size": 16,
+}
+"""Stored behind a block that nobody knows."""
 UNITS = {"s", "short", "reqps", "bytes", "percentunit"}
 
 
@@ -42,8 +54,39 @@ def queries() -> list[tuple[str, str]]:
     return [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
 
 
+async def start_fleet(stack: AsyncExitStack) -> Fleet:
+    """Engines that publish KV events, one of them with host memory below a small device; chats are routed by token ids."""
+    engines = []
+    for number in range(4):
+        small = not number
+        options = EngineOptions(
+            models=[MODEL],
+            seed=number,
+            kv_tokens=16_000 if small else 48_000,
+            host_tokens=64_000 if small else 0,
+            events=True,
+            events_replay=True,
+            offload_events="full",
+        )
+        engine = await Engine.start(options)
+        stack.push_async_callback(engine.kill)
+        engines.append(engine)
+    config = Config(models={MODEL: ModelConfig(tokenizer="engine")}, drain=0.0, drain_limit=5.0)
+    config.listen.host, config.listen.port, config.admin.port = "127.0.0.1", 0, 0
+    config.workers = [WorkerConfig(engine.url) for engine in engines]
+    running = Running(config)
+    await running.start()
+    stack.push_async_callback(running.stop)
+    index = running.gateway.index
+    async with asyncio.timeout(30):
+        while sum(index.of(target).exact for target in running.fleet.targets) < len(engines):
+            await asyncio.sleep(0.02)
+    return Fleet(engines, running)
+
+
 async def trouble(fleet: Fleet) -> None:
-    """Whatever the panels for trouble count: a reset, a full engine, an opened breaker, a client that leaves, a refusal."""
+    """Whatever the panels for trouble count: a reset, a full engine, an opened breaker, a client that leaves, a refusal,
+    events that are lost or of no use, a prompt that no token ids are made of."""
     first, second, third, _ = fleet.engines
     first.faults.add("reset", count=2)
     second.faults.add("queue_full", count=1)
@@ -53,6 +96,16 @@ async def trouble(fleet: Fleet) -> None:
         for number in range(60):
             messages = [{"role": "user", "content": f"{number} hello"}]
             await http.post("/v1/chat/completions", json={**body, "max_tokens": 2, "messages": messages})
+        for engine in fleet.engines:
+            # The first is lost on its way: with the second one that is noticed, and both are asked for.
+            engine.events.drop(1)
+            engine.events.inject(b"no batch")
+            engine.events.inject(msgspec.msgpack.encode([time(), [ORPHAN], 0]))
+        for number in range(16):
+            # Given as token ids, and more of them than the smallest cache holds.
+            prompt = [10_000 + 5_000 * number + at for at in range(4_000)]
+            await http.post("/v1/completions", json={"model": MODEL, "max_tokens": 2, "prompt": prompt})
+        await http.post("/v1/messages", json={"model": MODEL, "max_tokens": 2, "messages": messages})
         async with http.stream("POST", "/v1/chat/completions", json={**body, "messages": messages}) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
@@ -66,6 +119,23 @@ async def settled(prometheus: Prometheus, fleet: Fleet) -> None:
         while True:
             cached = sum(engine.stats()["cached_tokens"] for engine in fleet.engines)
             if await prometheus.value("sum(warmroute_cached_tokens_total)") == cached:
+                return
+            await asyncio.sleep(0.2)
+
+
+async def holds(prometheus: Prometheus, fleet: Fleet) -> None:
+    """Tokens that targets are said to hold are those that engines cache: on the device but for blocks that it has twice, below
+    it to the token."""
+    async with asyncio.timeout(20):
+        while True:
+            stats = [engine.stats() for engine in fleet.engines]
+            device, host = (16 * sum(each[name] for each in stats) for name in ("kv_blocks_cached", "host_blocks"))
+            told = {
+                series["metric"]["tier"]: float(series["value"][1])
+                for series in await prometheus.ask("query", query="sum by (tier) (warmroute_target_held_tokens)")
+            }
+            if told["host"] == host > 0 and 0.95 * device <= told["device"] <= device:
+                assert await prometheus.value('sum(warmroute_target_belief{rung="exact"})') == len(fleet.engines)
                 return
             await asyncio.sleep(0.2)
 
@@ -88,7 +158,7 @@ async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require
     require("prometheus", BINARY is not None, CURE)
     sessions = agent_sessions(sessions=16, turns=5, seed=3, think=0.4, spread=1.5)
     async with AsyncExitStack() as stack:
-        fleet = await start_fleet(stack, "cache_aware")
+        fleet = await start_fleet(stack)
         prometheus = await stack.enter_async_context(scraping(fleet.running.admin.port, tmp_path))
         began = time()
         async with Client(fleet.url, MODEL) as client:
@@ -106,6 +176,7 @@ async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require
             if not missing:
                 break
         assert missing == []
+        await holds(prometheus, fleet)
         assert fleet.running.gateway.defects == 0
 
 
