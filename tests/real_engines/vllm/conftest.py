@@ -110,6 +110,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """A short table."""
+    if _figures.events:
+        terminalreporter.section("predictions from KV events of two vLLM engines")
+        for name, value in _figures.events.items():
+            terminalreporter.write_line(f"{name:<36}{value}")
     turns = _figures.turns
     if not turns:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -42,6 +43,8 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
+    # Routes for tests: the one that resets the prefix cache.
+    "VLLM_SERVER_DEV_MODE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     # One thread an engine and no worker process: otherwise two engines on few cores mostly wait for each other, spinning.
     "OMP_NUM_THREADS": "1",
@@ -63,7 +66,7 @@ class VLLM:
         self.name = name
         self.model = model
         self.log = logs / f"{name}.log"
-        self.port = free_port()
+        self.port, self.published, self.replayed = free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.flags: tuple[str, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
@@ -77,6 +80,19 @@ class VLLM:
     @property
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    def publishing(self, *more: str, replay: bool = True) -> tuple[str, ...]:
+        """Flags with which it publishes its KV events, on ports that stay the same when it starts again."""
+        # It binds only where the address has a star; to any other it would connect.
+        told = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.published}",
+            "topic": "kv",
+        }
+        if replay:
+            told["replay_endpoint"] = f"tcp://*:{self.replayed}"
+        return (*PLAIN, "--kv-events-config", json.dumps(told), "--trust-request-chat-template", *more)
 
     def start(self, flags: tuple[str, ...] = PLAIN) -> None:
         """Start it, ending what runs; see `wait`."""

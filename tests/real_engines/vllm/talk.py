@@ -92,6 +92,8 @@ class Figures:
 
     sessions: int = 0
     turns: list[Turn] = field(default_factory=list)
+    events: dict[str, str] = field(default_factory=dict)
+    """How predictions made from KV events compare with what engines report: by name, in words."""
 
 
 async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Turn:

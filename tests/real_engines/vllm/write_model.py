@@ -34,7 +34,8 @@ TEMPLATE = """
     {%- elif message.role != 'system' or not loop.first %}
         {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
         {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}
@@ -53,7 +54,8 @@ def make_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator([f"{word}\n {word}" for word in WORDS for _ in range(2)], trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in MARKUP])
+    # As in Qwen's: text is split at them before anything else.
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
     return tokenizer
 
 
