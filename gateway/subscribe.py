@@ -38,6 +38,8 @@ BEHIND = 10.0
 """Seconds of never catching up after which a rank is not believed."""
 AGAIN = 5.0
 """Seconds until a socket that failed is opened again."""
+JOIN = 0.5
+"""Seconds after which a subscription is in force."""
 POLL = 0.5
 """Seconds between two questions for events that are not published."""
 END = (1 << 64) - 1
@@ -57,6 +59,7 @@ class Listener:
         """What is known is to be had anew."""
         self._behind: float | None = None
         self._flooded = False
+        self._joined: float | None = None
         self._context: zmq.asyncio.Context | None = None
 
     def doubt(self) -> None:
@@ -90,9 +93,12 @@ class Listener:
             poller.register(socket, zmq.POLLIN)
             poller.register(monitor, zmq.POLLIN)
             while True:
-                ready = dict(await poller.poll(1000))
+                ready = dict(await poller.poll(1000 if self._joined is None else int(JOIN * 1000)))
                 if monitor in ready:
                     await self._watch(monitor)
+                if self._joined is not None and monotonic() > self._joined + JOIN:
+                    self._joined = None
+                    await self._replay()
                 if self.doubted and self.connected:
                     self.doubted = False
                     await self._replay()
@@ -116,6 +122,8 @@ class Listener:
             self._silenced("disconnected")
         elif not self.connected:
             self.connected = True
+            # A publisher sends nothing to who has only just subscribed: what it does not send now is asked for a little later.
+            self._joined = monotonic()
             await self._replay()
 
     async def _drain(self, socket: zmq.asyncio.Socket) -> None:
