@@ -80,11 +80,14 @@ class Tokenizer:
         if id_ is not None and self._split is not None:
             return id_.to_bytes(4, "little")
         key = xxh3_128_digest(text.encode("utf-8", "replace"))
-        with self._lock:
-            known = self._known.get(key)
-            if known is not None:
+        known = self._known.get(key)
+        if known is not None:
+            try:
                 self._known.move_to_end(key)
-                return known
+            except KeyError:
+                # Another thread made room meanwhile.
+                pass
+            return known
         found = self._encode(text)
         with self._lock:
             if key not in self._known:

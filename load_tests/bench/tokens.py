@@ -19,27 +19,64 @@ PROMPT, TURN, PIECE = 100_000, 2_000, 1_500
 TURNS = 20
 
 
+WORDS = (
+    *(
+        "the ",
+        "engine ",
+        "of ",
+        "a request ",
+        "is ",
+        "then ",
+        "the cache ",
+        "and ",
+        "which ",
+        "routing ",
+        "café ",
+        "because ",
+    ),
+    *(
+        "def ",
+        "return ",
+        "self.",
+        "value",
+        " = ",
+        "(",
+        ")",
+        ":\n        ",
+        "\n    ",
+        "if ",
+        "not ",
+        "None",
+        " -> ",
+        "index",
+    ),
+    *(
+        "[",
+        "]",
+        ", ",
+        ".append",
+        "for ",
+        "in ",
+        "tokens",
+        "_seconds",
+        "float",
+        '"',
+        "#  why: ",
+        "\n\n",
+        "await ",
+        "import ",
+    ),
+)
+
+
 def prose(random: Random, size: int) -> str:
     """Text and code, about ``size`` bytes."""
-    words = [
-        "def",
-        "return",
-        "the",
-        "of",
-        "index",
-        "value",
-        "=",
-        "(self)",
-        ":\n    ",
-        "0x1f",
-        "engine",
-        "tokens",
-        "->",
-        "café",
-    ]
     made: list[str] = []
-    while sum(map(len, made)) < size:
-        made.append(f"{random.choice(words)} {random.randrange(10**6)} ")
+    length = 0
+    while length < size:
+        word = random.choice(WORDS) if random.randrange(20) else f"{random.randrange(10**4)} "
+        made.append(word)
+        length += len(word)
     return "".join(made)[:size]
 
 
