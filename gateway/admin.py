@@ -23,7 +23,7 @@ from gateway.errors import BadRequest, Fault, NotFound
 from gateway.routing import draw_of
 from gateway.sessions import Session
 from gateway.workers import State, Worker, WorkerSpec
-from kv_index.blocks import Tier
+from kv_index.groups import Tier
 
 if TYPE_CHECKING:
     from gateway.run import Running

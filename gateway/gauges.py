@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gateway.metrics import Gauge
 from gateway.workers import State
-from kv_index.blocks import Tier
+from kv_index.groups import Tier
 from kv_index.index import Rung
 
 if TYPE_CHECKING:

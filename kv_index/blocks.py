@@ -20,13 +20,12 @@ caches, and a prompt is reusable only as far as every group allows (`Kind`).
 Forgetting a target costs nothing at once: its bit is retired, and `sweep` takes it out of the maps in small portions.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum
-from math import lcm
 from struct import Struct, error as StructError
 from typing import NamedTuple
 
+from kv_index.groups import TIERS, Cache, Group, Kind, Tier, resumable
+from kv_index.holders import Holders
 from kv_index.pages import PAGE_TOKENS, PREFIX_BITS, SYMBOL, names, prefixes
 from kv_index.slab import SLOT_BYTES, Slab
 
@@ -34,33 +33,8 @@ ENTRY_BYTES = 104
 """One block of one target: the engine's hash, the prefix, and the entry that joins them."""
 PREFIX_BYTES = 80
 """One prefix: who holds it, and its link."""
-PRUNE = 64
-"""Links behind one prefix after which those that lead nowhere are taken out."""
 MEMBERS = 4096
 """Sets of holders whose lists are kept."""
-
-
-class Tier(IntEnum):
-    """Where a block lies; from below the device it must be restored before it is used."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
-    SHARED = 3
-
-
-TIERS = len(Tier)
-
-
-class Kind(IntEnum):
-    """What a cache group needs for a prompt to be reusable up to some token."""
-
-    FULL = 0
-    """Every block before it."""
-    STATE = 1
-    """The recurrent state at exactly that token."""
-    WINDOW = 2
-    """The blocks of the last ``window`` tokens before it."""
 
 
 class Held(NamedTuple):
@@ -72,79 +46,6 @@ class Held(NamedTuple):
     """target -> how many of them must be restored from host, disk and shared store, where that is any."""
 
 
-class Group:
-    """One cache group of one target. Of kind `Kind.FULL` it has a bit of its own among the holders."""
-
-    __slots__ = (
-        "bit",
-        "copies",
-        "deep",
-        "gone",
-        "holes",
-        "kind",
-        "own",
-        "size",
-        "slab",
-        "stride",
-        "there",
-        "twins",
-        "window",
-    )
-
-    def __init__(self, kind: Kind, size: int, window: int, bit: int) -> None:
-        self.kind = kind
-        self.size = size
-        """Tokens in one block."""
-        self.window = window
-        self.bit = bit
-        unit = lcm(size, PAGE_TOKENS)
-        self.stride = unit // PAGE_TOKENS
-        """Pages from one prefix that can be named to the next."""
-        self.own: tuple[dict[int, int], ...] = tuple({} for _ in range(TIERS))
-        """Tier -> engine hash -> prefix."""
-        self.copies: dict[tuple[int, int], int] = {}
-        """(tier, engine hash) -> copies beyond the first: each is removed by itself."""
-        self.twins: dict[tuple[int, int], int] = {}
-        """(tier, prefix) -> further engine hashes of the same tokens."""
-        self.holes: set[int] = set()
-        """Prefixes that went while something behind them stayed; some may be closed again."""
-        self.deep = False
-        """Whether anything ever lay below the device."""
-        self.gone = False
-        """Its target dropped it; what is left of it waits for `BlockIndex.sweep`."""
-        self.there: dict[int, int] = {}
-        """Of other kinds than full: prefix -> how many of its blocks are held, on any tier."""
-        self.slab: Slab | None = Slab(size, unit) if unit != size and kind is Kind.FULL else None
-
-    def name(self, hash: int) -> int | None:
-        """The prefix of the block that the engine calls ``hash``."""
-        for own in self.own:
-            found = own.get(hash)
-            if found is not None:
-                return found
-        return None
-
-
-class _Target:
-    __slots__ = ("full", "groups", "id", "others", "sizes")
-
-    def __init__(self, id: int, sizes: dict[int, int]) -> None:
-        self.id = id
-        self.sizes = sizes
-        """Number of a full group -> tokens in its blocks, as far as they are known before it stores any."""
-        self.groups: dict[int, Group] = {}
-        self.full: list[Group] = []
-        self.others: list[Group] = []
-
-    @property
-    def plain(self) -> bool:
-        """Whether bisection tells all of it."""
-        if self.others or len(self.full) != 1:
-            return False
-        group = self.full[0]
-        return not group.holes and not group.deep and group.slab is None
-
-
 class BlockIndex:
     """See the module's head. Targets are small integers; of hashes the low 60 bits count, signed or not."""
 
@@ -154,19 +55,14 @@ class BlockIndex:
         self.max_bytes = max_bytes
         self.entries = 0
         """Blocks of all targets, on all tiers and in all groups, and those not swept out yet."""
-        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in range(TIERS))
-        """Tier -> prefix -> bits of those who hold it."""
-        self._links: dict[int, int | set[int]] = {}
-        """Prefix -> the prefixes that were stored behind it."""
-        self._targets: dict[int, _Target] = {}
+        self._holders = Holders()
+        self._targets: dict[int, Cache] = {}
         self._places: list[int | None] = []
         """Number of a bit -> its target."""
-        self._shared: dict[int, int] = {}
-        """Sets of holders, each once: equal integers are one object."""
         self._members: dict[int, tuple[int, ...]] = {}
         self._plain: dict[int, int] | None = None
         """Stride -> bits of the plain targets; ``None`` when that must be found anew."""
-        self._special: list[_Target] = []
+        self._special: list[Cache] = []
         self._retired: list[Group] = []
         self._slots = 0
 
@@ -175,7 +71,7 @@ class BlockIndex:
     @property
     def footprint(self) -> int:
         """Estimated size."""
-        return self.entries * ENTRY_BYTES + sum(map(len, self._holders)) * PREFIX_BYTES + self._slots * SLOT_BYTES
+        return self.entries * ENTRY_BYTES + len(self._holders) * PREFIX_BYTES + self._slots * SLOT_BYTES
 
     @property
     def full(self) -> bool:
@@ -213,7 +109,7 @@ class BlockIndex:
         group = state.full[0]
         end = len(symbols) // SYMBOL // group.stride * group.stride * SYMBOL
         name = int.from_bytes(symbols[end - SYMBOL : end], "little") if end else None
-        return name is None or any(holders.get(name, 0) & group.bit for holders in self._holders)
+        return name is None or any(holders.get(name, 0) & group.bit for holders in self._holders.by_tier)
 
     def grouped(self, target: int) -> bool:
         """Whether ``target`` tells of caches that are reusable at some tokens only."""
@@ -229,7 +125,7 @@ class BlockIndex:
         tokens: dict[int, int] = {}
         restored: dict[int, tuple[int, int, int]] = {}
         chain = names(symbols)
-        if self._plain is None:
+        if self._plain is None or self._holders.shifted:
             self._sort()
         for stride, bits in (self._plain or {}).items():
             steps = chain if stride == 1 else chain[stride - 1 :: stride]
@@ -246,7 +142,7 @@ class BlockIndex:
     def add(self, target: int, size: int | None = None) -> None:
         """Expect events of ``target``, whose first group's blocks have ``size`` tokens (``None``: as its first event says)."""
         if target not in self._targets:
-            self._targets[target] = _Target(target, {} if size is None else {0: size})
+            self._targets[target] = Cache(target, {} if size is None else {0: size})
 
     def store(
         self,
@@ -270,7 +166,7 @@ class BlockIndex:
         """
         state = self._targets.get(target)
         if state is None:
-            state = self._targets[target] = _Target(target, {})
+            state = self._targets[target] = Cache(target, {})
         hashes = [hash & PREFIX_BITS for hash in hashes]
         if not tokens:
             return self._copy(state, hashes, tier, group)
@@ -322,10 +218,10 @@ class BlockIndex:
             parent is not None
             and not tier
             and into.kind is Kind.FULL
-            and not self._holders[0].get(before, 0) & into.bit
+            and not self._holders.by_tier[0].get(before, 0) & into.bit
         ):
             # What was stored lies behind a hole.
-            self._hole(into, before)
+            self._holders.hole(into, before)
         return True
 
     def apply(
@@ -341,43 +237,13 @@ class BlockIndex:
             self._apply_each(group, hashes, found, before, tier)
             return
         if group.kind is Kind.FULL:
-            found = self._hold(group, found, before, tier)
+            found = self._holders.hold(group, found, before, tier)
         else:
             for name in found:
                 group.there[name] = group.there.get(name, 0) + 1
         had = len(own)
         own.update(zip(hashes, found, strict=True))
         self.entries += len(own) - had
-
-    def _hold(self, group: Group, found: Sequence[int], before: int, tier: Tier) -> Sequence[int]:
-        """``group`` holds these prefixes; returns them as the objects that all holders share."""
-        holders, bit = self._holders[tier], group.bit
-        if group.holes:
-            self._close(group, found)
-        if holders.keys().isdisjoint(found):
-            # New to all: nothing but C's own loops.
-            holders.update(dict.fromkeys(found, bit))
-            if self._links.keys().isdisjoint(found):
-                self._links.update(itertools.pairwise(found))
-            else:
-                for pair in itertools.pairwise(found):
-                    self._link(*pair)
-            self._link(before, found[0])
-            return found
-        known = []
-        for each in found:
-            name = self._link(before, each)
-            held = holders.get(name, 0)
-            if held & bit:
-                group.twins[tier, name] = group.twins.get((tier, name), 0) + 1
-            elif held:
-                held |= bit
-                holders[name] = self._shared.setdefault(held, held)
-            else:
-                holders[name] = bit
-            known.append(name)
-            before = name
-        return known
 
     def remove(self, target: int, hashes: Iterable[int], tier: Tier = Tier.DEVICE, group: int = 0) -> None:
         """``target`` dropped these blocks from ``tier``; those that are not known are passed over."""
@@ -408,7 +274,7 @@ class BlockIndex:
                 if more > 1:
                     at.twins[tier, name] = more - 1
             else:
-                self._let_go(at, name, tier)
+                self._holders.let_go(at, name, tier)
 
     def clear(self, target: int) -> None:
         """``target`` holds nothing any more."""
@@ -417,7 +283,7 @@ class BlockIndex:
             return
         sizes = state.sizes | {at: group.size for at, group in state.groups.items() if group.kind is Kind.FULL}
         self.drop(target)
-        self._targets[target] = _Target(target, sizes)
+        self._targets[target] = Cache(target, sizes)
 
     def drop(self, target: int) -> None:
         """``target`` is gone."""
@@ -434,7 +300,7 @@ class BlockIndex:
         for state in self._targets.values():
             for group in state.full:
                 if group.holes:
-                    self._recount(group)
+                    self._holders.recount(group)
                 if group.slab is not None and not group.slab.held and len(group.slab) and self.full:
                     # What blocks inside its pages are still there for is lost, but so is what there is no room for.
                     self._slots -= len(group.slab)
@@ -447,8 +313,8 @@ class BlockIndex:
                     _, name = own.popitem()
                     self.entries -= 1
                     most -= 1
-                    if self._holders[tier].get(name, 0) & group.bit:
-                        self._let_go(group, name, tier)
+                    if self._holders.by_tier[tier].get(name, 0) & group.bit:
+                        self._holders.let_go(group, name, tier)
             if not any(group.own):
                 self._retired.pop()
                 self._places[group.bit.bit_length() - 1] = None
@@ -456,7 +322,7 @@ class BlockIndex:
 
     # -- groups and their bits --------------------------------------------------------------------------------------
 
-    def _group(self, state: _Target, group: int, kind: Kind, size: int, window: int) -> Group | None:
+    def _group(self, state: Cache, group: int, kind: Kind, size: int, window: int) -> Group | None:
         """A new group of ``state``; ``None`` where the first thing heard of it is a block that is too short."""
         if kind is Kind.FULL and size < state.sizes.get(group, 0):
             return None
@@ -472,7 +338,7 @@ class BlockIndex:
         self._plain = None
         return made
 
-    def _regroup(self, state: _Target, group: int, kind: Kind, size: int, window: int) -> Group:
+    def _regroup(self, state: Cache, group: int, kind: Kind, size: int, window: int) -> Group:
         """The blocks heard of so far were short ones: the group's are larger."""
         old = state.groups.pop(group)
         (state.full if old.kind is Kind.FULL else state.others).remove(old)
@@ -502,6 +368,7 @@ class BlockIndex:
                 self._special.append(state)
         self._members.clear()
         self._plain = plain
+        self._holders.shifted = False
 
     def _of(self, bits: int) -> tuple[int, ...]:
         """The targets that bits stand for."""
@@ -515,7 +382,7 @@ class BlockIndex:
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
-    def _find(self, state: _Target, group: Group, hash: int) -> int | None:
+    def _find(self, state: Cache, group: Group, hash: int) -> int | None:
         """The prefix of the block that the engine calls ``hash``, in any group: a block has one hash in all of them."""
         found = group.name(hash)
         if found is None:
@@ -524,7 +391,7 @@ class BlockIndex:
                     break
         return found
 
-    def _copy(self, state: _Target, hashes: Sequence[int], tier: Tier, group: int) -> bool:
+    def _copy(self, state: Cache, hashes: Sequence[int], tier: Tier, group: int) -> bool:
         """Blocks that are told by hash alone: they are placed where they are known from another tier or group."""
         into = state.groups.get(group)
         if into is None or into.kind is not Kind.FULL:
@@ -585,77 +452,11 @@ class BlockIndex:
                 group.copies[tier, hash] = group.copies.get((tier, hash), 0) + 1
             before = name
 
-    # -- holes ------------------------------------------------------------------------------------------------------
-
-    def _link(self, before: int, name: int) -> int:
-        """``name`` was stored behind ``before``; returns the object for it that is known already, if it is."""
-        links = self._links
-        known = links.get(before)
-        if known is None:
-            links[before] = name
-        elif isinstance(known, set):
-            known.add(name)
-            if len(known) >= PRUNE and not len(known) & (len(known) - 1):
-                links[before] = {each for each in known if self._held(each)} or {name}
-        elif known == name:
-            return known
-        else:
-            links[before] = {known, name}
-        return name
-
-    def _held(self, name: int) -> bool:
-        return any(name in holders for holders in self._holders)
-
-    def _behind(self, name: int) -> Iterable[int]:
-        known = self._links.get(name)
-        return () if known is None else known if isinstance(known, set) else (known,)
-
-    def _let_go(self, group: Group, name: int, tier: Tier) -> None:
-        """``group`` does not hold ``name`` on ``tier`` any more."""
-        holders, bit = self._holders[tier], group.bit
-        held = holders.get(name, 0) & ~bit
-        if held:
-            holders[name] = self._shared.setdefault(held, held)
-        else:
-            holders.pop(name, None)
-            if not self._held(name) and not any(self._held(each) for each in self._behind(name)):
-                self._links.pop(name, None)
-        if not tier and not group.gone and any(holders.get(each, 0) & bit for each in self._behind(name)):
-            self._hole(group, name)
-        if len(self._shared) > MEMBERS:
-            self._shared.clear()
-        if len(self._links) > PRUNE + 2 * sum(map(len, self._holders)):
-            self._links = {
-                each: behind
-                for each, behind in self._links.items()
-                if self._held(each) or any(self._held(one) for one in self._behind(each))
-            }
-
-    def _hole(self, group: Group, name: int) -> None:
-        if not group.holes:
-            self._plain = None
-        group.holes.add(name)
-        if len(group.holes) >= PRUNE and not len(group.holes) & (len(group.holes) - 1):
-            self._recount(group)
-
-    def _recount(self, group: Group) -> None:
-        """Forget holes that nothing lies behind any more."""
-        holders, bit = self._holders[0], group.bit
-        had = len(group.holes)
-        group.holes = {name for name in group.holes if any(holders.get(each, 0) & bit for each in self._behind(name))}
-        if had and not group.holes:
-            self._plain = None
-
-    def _close(self, group: Group, found: Iterable[int]) -> None:
-        group.holes.difference_update(found)
-        if not group.holes:
-            self._plain = None
-
     # -- matching ---------------------------------------------------------------------------------------------------
 
     def _bisect(self, steps: Sequence[int], bits: int, tokens: int, found: dict[int, int]) -> None:
         """The depths of holders without holes, each step ``tokens`` long."""
-        get = self._holders[0].get
+        get = self._holders.by_tier[0].get
         bits &= get(steps[0], 0)
         if not bits:
             return
@@ -677,7 +478,7 @@ class BlockIndex:
 
     def _follow(
         self,
-        state: _Target,
+        state: Cache,
         chain: Sequence[int],
         ids: bytes,
         start: int,
@@ -687,12 +488,12 @@ class BlockIndex:
         depth = min([self._reached(group, chain, ids, start) for group in state.full])
         group = state.full[0]
         if state.others:
-            depth = _resumable(state.others, chain, depth)
+            depth = resumable(state.others, chain, depth)
         if depth and group.deep:
             low = [0] * TIERS
             step = group.stride * PAGE_TOKENS
             for at in range(group.stride - 1, depth // PAGE_TOKENS, group.stride):
-                tier = next(tier for tier in Tier if self._holders[tier].get(chain[at], 0) & group.bit)
+                tier = next(tier for tier in Tier if self._holders.by_tier[tier].get(chain[at], 0) & group.bit)
                 low[tier] += step
             if any(low[1:]):
                 restored[state.id] = (low[1], low[2], low[3])
@@ -708,7 +509,7 @@ class BlockIndex:
 
     def _closed(self, group: Group, chain: Sequence[int]) -> int:
         """Tokens up to the group's first hole, over all tiers."""
-        bit, tiers = group.bit, self._holders[:1] if not group.deep else self._holders
+        bit, tiers = group.bit, self._holders.by_tier[:1] if not group.deep else self._holders.by_tier
         step, depth = group.stride * PAGE_TOKENS, 0
         for at in range(group.stride - 1, len(chain), group.stride):
             name = chain[at]
@@ -733,7 +534,7 @@ class BlockIndex:
                         wanted[tier][name] = wanted[tier].get(name, 0) | group.bit
         assert entries == self.entries, f"{entries} blocks, {self.entries} counted"
         for tier in Tier:
-            for name, held in self._holders[tier].items():
+            for name, held in self._holders.by_tier[tier].items():
                 assert held, "a prefix that nobody holds is kept"
                 assert held & ~wanted[tier].get(name, 0) == 0, "somebody is said to hold what it never stored"
         strides = {group.stride for group in self._all_groups()}
@@ -743,33 +544,15 @@ class BlockIndex:
                     group.deep or group.slab is not None or len(state.full) > 1 or state.others or len(strides) > 1
                 )
                 assert self._places[group.bit.bit_length() - 1] == state.id, "a bit stands for another target"
-                for name, held in self._holders[0].items():
+                for name, held in self._holders.by_tier[0].items():
                     if followed or held & group.bit:
                         continue
-                    behind = [each for each in self._behind(name) if self._holders[0].get(each, 0) & group.bit]
+                    behind = [
+                        each for each in self._holders.behind(name) if self._holders.by_tier[0].get(each, 0) & group.bit
+                    ]
                     assert not behind or name in group.holes, "a hole is not known"
 
     def _all_groups(self) -> Iterator[Group]:
         yield from self._retired
         for state in self._targets.values():
             yield from state.groups.values()
-
-
-def _resumable(groups: Sequence[Group], chain: Sequence[int], depth: int) -> int:
-    """The last token up to ``depth`` at which every one of ``groups`` lets a prompt be resumed."""
-    step = lcm(*[group.stride for group in groups])
-    for pages in range(depth // PAGE_TOKENS // step * step, 0, -step):
-        if all(_allows(group, chain, pages) for group in groups):
-            return pages * PAGE_TOKENS
-    return 0
-
-
-def _allows(group: Group, chain: Sequence[int], pages: int) -> bool:
-    if group.kind is Kind.STATE:
-        return chain[pages - 1] in group.there
-    first = pages * PAGE_TOKENS - group.window + 1
-    while pages > 0 and pages * PAGE_TOKENS > first:
-        if chain[pages - 1] not in group.there:
-            return False
-        pages -= group.stride
-    return True

@@ -253,8 +253,8 @@ class PrefixIndex:
         self.of(target).fed = True
 
     def heard(self, target: int, whole: bool, cleared: bool, stored: int = 0) -> None:
-        """A batch that told of so many ``stored`` blocks was applied to `blocks`; ``whole``: nothing is missing since the engine
-        held nothing."""
+        """A batch that told of so many ``stored`` blocks was applied to `blocks`; ``whole``: nothing is missing since its
+        engine held nothing."""
         trust = self.of(target)
         trust.batches += 1
         trust.stored += stored

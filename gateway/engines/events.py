@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kv_index.blocks import BlockIndex, Kind, Tier
+from kv_index.blocks import BlockIndex
+from kv_index.groups import Kind, Tier
 from kv_index.pages import root
 
 Hash = int | bytes

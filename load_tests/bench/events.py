@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 
 from gateway.engines.events import apply, decode
-from kv_index.blocks import BlockIndex, Group, Kind
+from kv_index.blocks import BlockIndex
+from kv_index.groups import Group, Kind
 from kv_index.pages import PREFIX_BITS, chain, prefixes
 from load_tests.bench.contenders import peer_python
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_intdigest
 
-from kv_index.blocks import TIERS
+from kv_index.groups import TIERS
 from kv_index.pages import chain
 
 Ids = tuple[int, ...]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_index.blocks import BlockIndex, Held, Kind, Tier
+from kv_index.blocks import BlockIndex, Held
+from kv_index.groups import Kind, Tier
 from kv_index.pages import root
 from tests.kv_index.block_model import Ids, Key, Model, hashed, keys, pages, symbols
 
@@ -717,7 +718,7 @@ def test_what_was_stored_behind_what_is_forgotten_when_all_of_it_is_gone(backwar
         index.store(0, names, None, pages(number, 1, 2, 3), 16)
         index.remove(0, reversed(names) if backwards else names)
     assert index.entries == 0
-    assert len(index._links) < 200
+    assert len(index._holders.links) < 200
 
 
 def test_holes_that_are_gone_cost_no_time_for_ever():

@@ -7,7 +7,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import kv_index.slab
-from kv_index.blocks import BlockIndex, Kind, Tier
+from kv_index.blocks import BlockIndex
+from kv_index.groups import Kind, Tier
 from kv_index.pages import root
 from kv_index.slab import SPARE, SPLITS, Slab
 from tests.kv_index.block_model import Ids, Key, Model, hashed, keys, packed, symbols
