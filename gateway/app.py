@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from gateway.asks import Ask, Options
 from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
 from gateway.dialects.chat import answered_ids
 from gateway.dialects.fields import splice
@@ -42,7 +43,7 @@ from gateway.http.server import Inbound, Server
 from gateway.listing import models, models_body
 from gateway.metrics import Metrics, Tally
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
-from gateway.routing import Ask, Options, Routing, draw_of
+from gateway.routing import Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenant, Tenants
 from gateway.workers import Charge, Target, Worker
@@ -569,7 +570,7 @@ class Gateway:
     def forget_target(self, target: int) -> None:
         """What a target held is gone."""
         self.index.emptied(target)
-        self.routing.checkpoints.clear(target)
+        self.routing.holdings.checkpoints.clear(target)
         self.sessions.unbind_all(target)
 
 

@@ -18,6 +18,7 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING
 
+from gateway.asks import Ask
 from gateway.dialects import Dialect, Reading, Route
 from gateway.dialects.openai import error_in
 from gateway.errors import (
@@ -37,7 +38,6 @@ from gateway.http.relay import Relay
 from gateway.http.server import Inbound
 from gateway.http.sse import events, first_event
 from gateway.http.upstream import Outbound
-from gateway.routing import Ask
 from gateway.workers import Charge, State, Target
 from policies.base import Choice
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from gateway.admin import AdminSite
 from gateway.app import Gateway
+from gateway.asks import Options
 from gateway.config import Config, ModelConfig
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
@@ -26,7 +27,6 @@ from gateway.metrics import Metrics
 from gateway.preparing import Engines, Mode, Pool
 from gateway.probe import Probe
 from gateway.prompt import Thinking
-from gateway.routing import Options
 from gateway.sessions import Sessions
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
@@ -244,7 +244,7 @@ class Running:
         return (await self.probe.ask(ready[self._asked % len(ready)], path, "POST", body)).json()
 
     def _described(self, worker: Worker) -> None:
-        self.gateway.routing.described()
+        self.gateway.routing.holdings.described()
         self.subscriptions.watch(worker)
         self._warn(worker)
 

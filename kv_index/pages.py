@@ -14,7 +14,6 @@ The last, partly filled page has no symbol: engines cache whole blocks and a hit
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from struct import Struct
-from sys import byteorder
 from typing import NamedTuple
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128_digest
@@ -33,6 +32,9 @@ PREFIX_BITS = (1 << 60) - 1
 
 SYMBOL = 8
 """Bytes of one symbol."""
+
+LITTLE = Struct("=Q").pack(1) == Struct("<Q").pack(1)
+"""Whether this machine's own integers are as symbols are."""
 
 
 class Pages(NamedTuple):
@@ -117,7 +119,7 @@ def prefixes(ids: bytes | memoryview, start: int) -> list[int]:
 
 def names(symbols: bytes) -> Sequence[int]:
     """Chained symbols as integers: those that are looked at, no copy of all."""
-    if byteorder == "little":
+    if LITTLE:
         return memoryview(symbols).cast("Q")
     return Struct(f"<{len(symbols) // SYMBOL}Q").unpack(symbols)
 

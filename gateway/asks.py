@@ -1,0 +1,160 @@
+"""What the gateway knows of a model, and what it gathers of one request on its way to a choice."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gateway.dialects import Reading
+from gateway.prompt import Prompt, Thinking
+from gateway.sessions import Session
+from gateway.tenants import Tenant
+from kv_index.checkpoints import Rule
+from kv_index.pages import EMPTY, Pages
+from kv_index.radix import Node
+from policies.base import Policy, Request
+
+BYTES_PER_TOKEN = 4.0
+"""Prior of text bytes a token, until usage reports teach better."""
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """What the gateway knows of one model."""
+
+    name: str
+    policy: Policy
+    thinking: Thinking = Thinking.STRIP
+    rule: Rule | None = None
+    """Where its engines can resume a prompt, if not anywhere."""
+    fine: bool = False
+    """Whether some of its engines cache in blocks smaller than a page of ours."""
+    adapter: str | None = None
+    """Its name, if it is an adapter: engines tell it in their events."""
+    by_ids: float = 0.0
+    """The share of its prompts that are routed by token ids."""
+    fitted: float = 0.0
+    """The same when capacities were last told to the index."""
+    told: bool = False
+    """Whether it was said that its engines' events are of no use without token ids."""
+    ordinal: int = 0
+    bytes_per_token: float = BYTES_PER_TOKEN
+    taught: int = 0
+    label: str = ""
+    """For metrics: its name, unless only a client says that it exists."""
+    space: bytes = b""
+    """Its part of a namespace."""
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.name
+        self.space = self.name.encode("utf-8", "surrogatepass")
+
+
+class Ask:
+    """One request on its way to a choice, and what must be undone or learned at its end."""
+
+    __slots__ = (
+        "committed",
+        "context",
+        "depth",
+        "end",
+        "exact",
+        "found",
+        "ids",
+        "model",
+        "namespace",
+        "new_session",
+        "page",
+        "pages",
+        "pin",
+        "policy",
+        "predicted",
+        "prompt",
+        "reading",
+        "request",
+        "returns",
+        "routed",
+        "salt",
+        "scope",
+        "session",
+        "shadow",
+        "size",
+        "start",
+        "stored",
+        "tenant",
+        "turn",
+        "used",
+    )
+
+    def __init__(self, tenant: Tenant, model: Model | None, policy: Policy, reading: Reading) -> None:
+        self.tenant = tenant
+        self.model = model
+        self.policy = policy
+        self.reading = reading
+        self.session: Session | None = None
+        self.new_session = False
+        self.turn = 0
+        self.found: str | None = None
+        self.prompt: Prompt | None = None
+        """``None`` again once the answer has begun."""
+        self.size: int | None = None
+        """Bytes of the prompt."""
+        self.end: tuple[bytes, bool] | None = None
+        """What its session will be found by, if by content; see `Sessions.end_of`."""
+        self.pages: Pages = EMPTY
+        self.depth: Mapping[int, int] = {}
+        self.page = 0.0
+        """Tokens in one of its pages."""
+        self.ids: bytes | None = None
+        """Token ids of the prompt, little-endian u32 each; ``None`` in text mode. Empty again once the answer has begun and
+        nothing more can be learned with them."""
+        self.returns = False
+        """The answer may tell the ids that were generated."""
+        self.start = 0
+        """Where the chain of its ids begins: adapter and salt."""
+        self.salt: str | None = None
+        """The cache salt that its engine will see."""
+        self.exact: Mapping[int, int] = {}
+        """target id -> what its events say that it holds."""
+        self.routed = 0
+        """What routing alone would have predicted of the chosen target."""
+        self.shadow: int | None = None
+        """What events alone would have predicted of it; ``None`` where they are not asked."""
+        self.stored: int | None = None
+        """Blocks that the chosen target's events had told of before; ``None`` where they are not asked."""
+        self.used: float | None = None
+        """When the session's last prompt was sent to the chosen target; ``None`` if that was elsewhere."""
+        self.namespace = b""
+        self.scope = 0
+        self.request = Request()
+        self.predicted: int | None = None
+        """Tokens that the chosen target was predicted to hold; ``None`` when nothing was predicted."""
+        self.context = 0
+        self.pin: tuple[Node, int] | None = None
+        self.committed = 0.0
+
+    @property
+    def model_name(self) -> str:
+        """For metrics."""
+        return self.model.label if self.model is not None else "any"
+
+
+@dataclass(slots=True)
+class Options:
+    """How models are named and routed."""
+
+    default: Callable[[], Policy]
+    policies: dict[str, Policy] = field(default_factory=dict)
+    """Model -> policy."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    configured: frozenset[str] = frozenset()
+    """Models that the configuration names: known even when nobody serves them."""
+    thinking: dict[str, Thinking] = field(default_factory=dict)
+    """Model -> what its template does with thinking; models that are not in it: by their name."""
+    rules: dict[str, Rule | None] = field(default_factory=dict)
+    """Hybrid models -> where their engines can resume a prompt; ``None``: by the engine's kind."""
+    anywhere: frozenset[str] = frozenset()
+    """Models that can be resumed anywhere, whatever their engine says."""
+    restore: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Model -> seconds to bring back one token from host, disk, shared store."""
+    by_ids: frozenset[str] = frozenset()
+    """Models whose prompts are routed by token ids."""
+    most_models: int = 1024
