@@ -1,9 +1,11 @@
 """What README shows works."""
 
+import json
 import re
 from pathlib import Path
 
 from gateway.config import parse
+from gateway.metrics import Metrics
 from policies.base import Fleet, Request, Target
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -13,6 +15,26 @@ def test_the_configuration_by_example_is_accepted():
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     config = parse(text, {"ENGINE_KEY": "a", "RESEARCH_KEY": "b", "BATCH_KEY": "c", "ISOLATION_KEY": "d"})
     assert config.make_policy(config.tenants[0].policy).name == "session"
+    sources = [worker.spec().events for worker in config.workers if worker.events.enabled]
+    assert [source and source.replay for source in sources] == [None, "tcp://10.0.0.3:5657"]
+
+
+def test_the_flags_of_engines_are_json_with_a_gap_between_the_ports():
+    told = re.findall(r"--kv-events-config '(.*?)'", README)
+    assert len(told) == 2
+    for flags in map(json.loads, told):
+        ports = [int(flags[name].removeprefix("tcp://*:")) for name in ("endpoint", "replay_endpoint")]
+        assert ports[1] - ports[0] >= 64
+
+
+def test_every_metric_and_file_that_is_named_exists():
+    written = Metrics()
+    known = {f"{metric.name}_total" for metric in vars(written).values() if hasattr(metric, "name")}
+    gauges = (Path(__file__).parent.parent / "gateway/gauges.py").read_text()
+    for name in re.findall(r"`(warmroute_\w+)`", README):
+        assert name in known or f'"{name}"' in gauges, name
+    for path in re.findall(r"`((?:gateway|kv_index|deploy)/[\w/.]+)`", README):
+        assert (Path(__file__).parent.parent / path).exists(), path
 
 
 def test_the_policy_by_example_chooses():

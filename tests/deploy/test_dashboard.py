@@ -84,7 +84,7 @@ async def start_fleet(stack: AsyncExitStack) -> Fleet:
     return Fleet(engines, running)
 
 
-async def trouble(fleet: Fleet) -> None:
+async def trouble(fleet: Fleet, turn: int) -> None:
     """Whatever the panels for trouble count: a reset, a full engine, an opened breaker, a client that leaves, a refusal,
     events that are lost or of no use, a prompt that no token ids are made of."""
     first, second, third, _ = fleet.engines
@@ -102,8 +102,9 @@ async def trouble(fleet: Fleet) -> None:
             engine.events.inject(b"no batch")
             engine.events.inject(msgspec.msgpack.encode([time(), [ORPHAN], 0]))
         for number in range(16):
-            # Given as token ids, and more of them than the smallest cache holds.
-            prompt = [10_000 + 5_000 * number + at for at in range(4_000)]
+            # Given as token ids, other ones each time, and more of them than the smallest cache holds.
+            first = 100_000 * turn + 5_000 * number
+            prompt = [*range(first, first + 4_000)]
             await http.post("/v1/completions", json={"model": MODEL, "max_tokens": 2, "prompt": prompt})
         await http.post("/v1/messages", json={"model": MODEL, "max_tokens": 2, "messages": messages})
         async with http.stream("POST", "/v1/chat/completions", json={**body, "messages": messages}) as response:
@@ -168,9 +169,9 @@ async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require
         await agrees(prometheus, fleet)
         await offers(prometheus, fleet)
         missing = queries()
-        for _ in range(8):
+        for turn in range(8):
             # A counter must have been scraped once before its rate can be told: trouble comes until all was seen.
-            await trouble(fleet)
+            await trouble(fleet, turn)
             await asyncio.sleep(1.2)
             missing = [each for each in missing if not await has_data(prometheus, each[1], began)]
             if not missing:

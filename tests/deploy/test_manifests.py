@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from gateway.cli import main
 from gateway.config import Config, parse
+from gateway.templates import Template
+from gateway.tokens import Tokenizer as TokenFile
+from load_tests.engine.__main__ import options_from, parser as engine_parser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -76,15 +84,58 @@ def test_the_compose_file_names_what_exists() -> None:
     assert f"gateway:{config.metrics.port}" in scraped
 
 
+def here(text: str, folder: Path) -> str:
+    """An example whose files under /models lie in ``folder``: a small tokenizer and a template."""
+    for name in re.findall(r"/models/(\S+)", text):
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.name == "tokenizer.json":
+            Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(place))
+        else:
+            place.write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    return text.replace("/models/", f"{folder}/")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_load(path: Path) -> None:
-    config = parse(path.read_text(), SECRETS)
+def test_examples_load(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / path.name
+    file.write_text(here(path.read_text(), tmp_path))
+    assert main(["check", str(file)]) == 0
+    config = parse(file.read_text())
     assert isinstance(config, Config)
     assert config.workers
     config.make_policy(config.policy)
     for tenant in config.tenants:
         if tenant.policy is not None:
             config.make_policy(tenant.policy)
+    for model in config.models.values():
+        if model.tokenizer not in (None, "engine"):
+            assert TokenFile(model.tokenizer).ids("a")
+            assert Template.load(model.template or "").render({"messages": [{"role": "user", "content": "b"}]}) == "b"
+    for worker in config.workers:
+        source = worker.spec().events
+        assert source is None or source.replay is not None
+
+
+def test_engines_publish_where_the_network_policy_lets_the_gateway_connect() -> None:
+    open_ports = [
+        range(port["port"], port.get("endPort", port["port"]) + 1)
+        for rule in documents()["NetworkPolicy"]["spec"]["egress"]
+        for port in rule["ports"]
+    ]
+    command = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["engine-a"]["command"]
+    options = options_from(engine_parser().parse_args(command[3:]))
+    assert options.publishes
+    told = [*map(str, (options.events_port, options.replay_port))]
+    files = [path for path in DEPLOY.rglob("*.yaml") if "tcp://*:" in path.read_text()]
+    assert {path.name for path in files} == {"events.yaml", "configmap.yaml"}
+    for path in files:
+        found = re.findall(r'endpoint": "tcp://\*:(\d+)"', path.read_text())
+        assert set(found) == set(told), path
+    for port in map(int, told):
+        assert any(port in ports and port + 7 in ports for ports in open_ports)
 
 
 def test_the_image_s_command_takes_the_file_that_is_mounted() -> None:
