@@ -458,7 +458,7 @@ async def test_what_an_engine_held_before_its_restart_is_forgotten(
     (target,) = worker.targets
     async with talking(running, one) as talk:
         for name in prompts:
-            await talk.ask(prompts[name], name, 1)
+            await talk.ask(prompts[name], name, 1, settle=replay)
     for size in (1, 4):
         again = asyncio.create_task(one.restart(1.0))
         await until(lambda: worker.state is State.DOWN)
@@ -470,12 +470,12 @@ async def test_what_an_engine_held_before_its_restart_is_forgotten(
         await asyncio.sleep(0.3)
         async with talking(running, one) as talk:
             for name in list(prompts)[:size]:
-                told = await talk.ask(prompts[name], name, 1)
+                told = await talk.ask(prompts[name], name, 1, settle=replay)
                 assert (told.predicted, told.cached) == (0, 0), "nothing is predicted there"
     if replay:
         await exact(running)
     async with talking(running, one) as talk:
-        told_all = [await talk.ask([*prompts[name], 1, 2], name, 1) for name in prompts]
+        told_all = [await talk.ask([*prompts[name], 1, 2], name, 1, settle=replay) for name in prompts]
         assert wrong(told_all) == []
         assert all(each.cached > 280 for each in told_all)
 
