@@ -149,8 +149,10 @@ class Options:
     """Models that the configuration names: known even when nobody serves them."""
     thinking: dict[str, Thinking] = field(default_factory=dict)
     """Model -> what its template does with thinking; models that are not in it: by their name."""
-    rules: dict[str, Rule | None] = field(default_factory=dict)
-    """Hybrid models -> where their engines can resume a prompt; ``None``: by the engine's kind."""
+    hybrid: frozenset[str] = frozenset()
+    """Models that can be resumed at checkpoints only, whatever their engine says."""
+    rules: dict[str, Rule] = field(default_factory=dict)
+    """Hybrid models -> where their engines keep states; models that are not in it: by the engine's kind."""
     anywhere: frozenset[str] = frozenset()
     """Models that can be resumed anywhere, whatever their engine says."""
     restore: dict[str, tuple[float, float, float]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +92,19 @@ def _check_model(key: str, model: ModelConfig, wrong: Any) -> None:
     for option in ("host", "disk", "shared"):
         if getattr(model.restore, option) < 0:
             wrong(f"{key}.restore.{option}", "must not be negative")
-    if model.template is not None and model.tokenizer is None:
-        wrong(f"{key}.template", "needs a tokenizer beside it")
-    for option in ("tokenizer", "template"):
-        path = getattr(model, option)
-        if path is not None and path != "engine" and not Path(path).is_file():
+    _check_tokens(key, model, wrong)
+
+
+def _check_tokens(key: str, model: ModelConfig, wrong: Any) -> None:
+    if model.template is not None and model.tokenizer in (None, "engine"):
+        wrong(f"{key}.template", "is of use beside a tokenizer's file only")
+    for option, path in (("tokenizer", model.tokenizer), ("template", model.template)):
+        if path is not None and (path != "engine" or option == "template") and not Path(path).is_file():
             wrong(f"{key}.{option}", f"there is no file {path!r}")
+    if model.tokenizer not in (None, "engine"):
+        lacking = [name for name in ("tokenizers", "jinja2") if find_spec(name) is None]
+        if lacking:
+            wrong(f"{key}.tokenizer", f"needs {' and '.join(lacking)}: pip install 'warmroute[tokens]'")
 
 
 def _check_events(key: str, events: EventsConfig, wrong: Any) -> None:
@@ -106,6 +114,8 @@ def _check_events(key: str, events: EventsConfig, wrong: Any) -> None:
             wrong(f"{key}.{option}", f"{told!r} is not an endpoint: tcp://host:port or ipc://path is needed")
     if events.endpoint is None and (events.replay is not None or events.bind or events.topic):
         wrong(f"{key}.endpoint", "is needed beside what is told of it")
+    if not events.enabled and (events.endpoint is not None or events.poll):
+        wrong(f"{key}.enabled", "contradicts what is told beside it: take one of them out")
     if events.poll and events.endpoint is not None:
         wrong(f"{key}.poll", "is for engines that do not publish: take poll or endpoint out")
     if events.endpoint is not None and "*" in events.endpoint and not events.bind:

@@ -100,7 +100,7 @@ class Holdings:
             # What events tell of all groups of a hybrid model's caches is usable as it is.
             blocks = self.index.blocks
             told = {target: found.exact[target] for target in held if target in found.exact and blocks.grouped(target)}
-            held = {**self.checkpoints.usable(names(symbols), held, ids), **told}
+            held = {**self.checkpoints.usable(names(symbols), held, ids, most=count - 1), **told}
         if session is not None and session.tail_target is not None:
             at = self.index.trust.get(session.tail_target)
             # What events do not tell by then is not there.
@@ -108,11 +108,15 @@ class Holdings:
             if at is None or not at.exact or late:
                 self._open_tail(session, symbols, found.depths, held, count - 1, model.rule)
         request.restored = found.restored
-        request.holdings = {target: self._usable(target, tokens, count) for target, tokens in held.items()}
+        if model.rule is not None:
+            # States are where they are.
+            request.holdings = held
+        else:
+            request.holdings = {target: self._usable(target, tokens, count) for target, tokens in held.items()}
 
     def _share(self, model: Model, ids: float) -> None:
         """Pages of ids hold fewer tokens than pages of text: how many a cache has depends on which there are."""
-        model.by_ids += 0.02 * (ids - model.by_ids)
+        model.by_ids += 0.1 * (ids - model.by_ids)
         if abs(model.by_ids - model.fitted) > 0.1:
             model.fitted = model.by_ids
             self.fit_capacities()
@@ -156,6 +160,7 @@ class Holdings:
             tail = session.prompt_tokens + session.tail_tokens
             if rule is not None:
                 tail = rule.resumed(session.prompt_tokens, session.tail_tokens)
+                tail = tail if tail <= most else 0
             if tail and self.index.believed(at, at):
                 holdings[at] = max(holdings.get(at, 0), min(tail, most))
 
@@ -257,7 +262,7 @@ class Holdings:
     def _rule_of(self, name: str) -> Rule | None:
         """Where engines can resume a prompt, if its model is hybrid."""
         options, workers = self.options, self.fleet.serving(name)
-        if name not in options.rules and (name in options.anywhere or not any(w.facts.hybrid for w in workers)):
+        if name not in options.hybrid and (name in options.anywhere or not any(w.facts.hybrid for w in workers)):
             return None
         by_kind = Rule(boundary=True) if {worker.facts.engine for worker in workers} <= {"vllm"} else Rule(ends=True)
         return options.rules.get(name) or by_kind

@@ -16,7 +16,8 @@ from typing import Any
 from gateway.admin import AdminSite
 from gateway.app import Gateway
 from gateway.asks import Options
-from gateway.config import Config, ModelConfig
+from gateway.config import Config
+from gateway.config_reader import ConfigError, Problem
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
 from gateway.fleet import Fleet
@@ -89,7 +90,7 @@ class Running:
             load_seconds=config.probes.load,
             join_seconds=config.probes.join,
         )
-        self.subscriptions = Subscriptions(self.index, self.metrics, self.probe.poll_events)
+        self.subscriptions = Subscriptions(self.index, self.metrics, self.probe.poll_events, self._by_ids)
         self.fleet.went_down = self.gateway.worker_down
         self.admin = AdminSite(self)
         self.port = 0
@@ -214,7 +215,7 @@ class Running:
             self.metrics.drop_target(name)
 
     def _make_modes(self) -> dict[str, Mode]:
-        """How token ids are made, for models that have a tokenizer. Raises `ValueError` for a file that is none."""
+        """How token ids are made, for models that have a tokenizer. Raises `ConfigError` for a file that is none."""
         modes: dict[str, Mode] = {}
         tokenizers: dict[str, Any] = {}
         for name, model in self.config.models.items():
@@ -228,10 +229,15 @@ class Running:
             from gateway.templates import Template
             from gateway.tokens import Tokenizer, TokenMode
 
-            found = tokenizers.get(model.tokenizer)
-            if found is None:
-                found = tokenizers[model.tokenizer] = Tokenizer(model.tokenizer)
-            template = Template.load(model.template, model.tokenizer) if model.template else None
+            try:
+                found = tokenizers.get(model.tokenizer)
+                if found is None:
+                    found = tokenizers[model.tokenizer] = Tokenizer(model.tokenizer)
+                template = Template.load(model.template, model.tokenizer) if model.template else None
+            except ValueError as error:
+                raise ConfigError([Problem(None, f"models.{name}", str(error))]) from None
+            if template is None:
+                log.warning("models.%s has no template: only prompts that are plain text are routed by token ids", name)
             modes[name] = TokenMode(name, found, template, self.pool)
         return modes
 
@@ -259,6 +265,11 @@ class Running:
     def _forget(self, target: int) -> None:
         self.gateway.forget_target(target)
         self.subscriptions.doubt(target)
+
+    def _by_ids(self, worker: Worker) -> bool:
+        """Whether it serves a model whose prompts come as token ids."""
+        served = worker.facts.models
+        return any(model.name in self.gateway.modes for model in served) if served else bool(self.gateway.modes)
 
     def _moved(self, target: int, before: Rung, after: Rung, reason: str) -> None:
         found = self.fleet.targets.get(target)
@@ -340,7 +351,10 @@ def make_options(config: Config) -> Options:
         aliases={alias: name for name, model in config.models.items() for alias in model.aliases},
         configured=frozenset(config.models),
         thinking={name: Thinking(model.thinking) for name, model in config.models.items() if model.thinking != "auto"},
-        rules={name: _rule(model) for name, model in config.models.items() if model.reuse == "checkpoints"},
+        hybrid=frozenset(name for name, model in config.models.items() if model.reuse == "checkpoints"),
+        rules={
+            name: Rule.of(model.checkpoints) for name, model in config.models.items() if model.checkpoints != "auto"
+        },
         anywhere=frozenset(name for name, model in config.models.items() if model.reuse == "any"),
         by_ids=frozenset(name for name, model in config.models.items() if model.tokenizer is not None),
         restore={
@@ -348,10 +362,6 @@ def make_options(config: Config) -> Options:
             for name, model in config.models.items()
         },
     )
-
-
-def _rule(model: ModelConfig) -> Rule | None:
-    return None if model.checkpoints == "auto" else Rule.of(model.checkpoints)
 
 
 def keep_heap() -> None:

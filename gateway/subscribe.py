@@ -59,11 +59,16 @@ class Listener:
         """What is known is to be had anew."""
         self._behind: float | None = None
         self._flooded = False
+        self._replaying = False
+        """What comes now is not all yet."""
+        self._renewed = False
+        """A new process was told of since the connection was lost: what was sent since then is its own."""
         self._joined: float | None = None
         self._context: zmq.asyncio.Context | None = None
 
     def doubt(self) -> None:
         """Its process may be another one. While events flow in order they say so themselves."""
+        self._renewed = True
         if not (self.connected and self.index.of(self.target.id).whole):
             self._lost("restarted")
             self.doubted = True
@@ -118,7 +123,7 @@ class Listener:
         except zmq.Again:
             return
         if event == zmq.EVENT_DISCONNECTED:
-            self.connected = False
+            self.connected = self._renewed = False
             self._silenced("disconnected")
         elif not self.connected:
             self.connected = True
@@ -149,7 +154,8 @@ class Listener:
 
     async def _live(self, number: int, payload: bytes) -> None:
         if self._take(number, payload) is Step.REPLAY:
-            self.metrics.kv_gaps.add((self.target.name,))
+            if self.feed.last >= 0 or self.feed.complete:
+                self.metrics.kv_gaps.add((self.target.name,))
             await self._replay()
             if self._take(number, payload) is Step.REPLAY:
                 self._lost("gap")
@@ -192,7 +198,8 @@ class Listener:
             if self.index.blocks.full:
                 self.feed.complete = False
                 self._silenced("index_full")
-        self.index.heard(self.target.id, self.feed.complete and not self._flooded, told.cleared, told.stored)
+        whole = self.feed.complete and not self._flooded and not self._replaying
+        self.index.heard(self.target.id, whole, told.cleared, told.stored)
 
     # -- replay -----------------------------------------------------------------------------------------------------
 
@@ -202,17 +209,21 @@ class Listener:
             return
         self.metrics.kv_replays.add((self.target.name,))
         feed = self.feed
+        self._replaying = True
         try:
-            if feed.last >= 0:
-                if await self._ask(feed.last):
-                    return
-                self._lost("missed")
-            if not await self._ask(0) and feed.last < 0:
-                # It answered, and has published nothing yet.
-                feed.complete = True
+            went_on = feed.last >= 0 and await self._ask(feed.last)
+            if not went_on:
+                if feed.last >= 0:
+                    self._lost("missed")
+                if not await self._ask(0) and feed.last < 0:
+                    # It answered, and has published nothing yet.
+                    feed.complete = True
+            if feed.complete and not self._flooded:
                 self.index.heard(self.target.id, True, False)
         except (TimeoutError, zmq.ZMQError) as error:
             log.warning("%s does not repeat its KV events: %s", self.target.name, error or "no answer in time")
+        finally:
+            self._replaying = False
 
     async def _ask(self, first: int) -> bool:
         """Batches from ``first`` on are applied. False if none came, or if they do not go on from what is known."""
@@ -223,6 +234,7 @@ class Listener:
                 if first and (number != first or self.feed.show(number, payload) is not Step.SKIP):
                     return False
                 if not first and number > self.feed.wanted:
+                    self._lost("gap")
                     self.feed.skip_to(number)
             if self._take(number, payload) is Step.REPLAY:
                 return False
@@ -261,7 +273,7 @@ class Listener:
         """What was known is void."""
         self.feed.restart()
         self.index.silenced(self.target.id, reason, True)
-        if reason == "restarted":
+        if reason == "restarted" and not self._renewed:
             self.index.emptied(self.target.id)
 
     def _silenced(self, reason: str) -> None:
@@ -307,10 +319,18 @@ class Poller(Listener):
 class Subscriptions:
     """The tasks of all listeners. ``poll`` asks a worker for events that are not published."""
 
-    def __init__(self, index: PrefixIndex, metrics: Metrics, poll: Callable[[Worker], Awaitable[object]]) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        metrics: Metrics,
+        poll: Callable[[Worker], Awaitable[object]],
+        compared: Callable[[Worker], bool] = lambda worker: True,
+    ) -> None:
         self.index = index
         self.metrics = metrics
         self.poll = poll
+        self.compared = compared
+        """Whether prompts of a worker's models come as token ids, so that its events can be compared with them."""
         self.listeners: dict[int, Listener] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._context: zmq.asyncio.Context | None = None
@@ -335,7 +355,7 @@ class Subscriptions:
                     else Listener(target, source, self.index, self.metrics)
                 )
                 self.listeners[target.id] = listener
-                self.index.fed(target.id, worker.facts.block_size)
+                self.index.fed(target.id, worker.facts.block_size, self.compared(worker))
                 self._tasks[target.id] = asyncio.get_running_loop().create_task(
                     self._run(listener), name=f"events {target.name}"
                 )

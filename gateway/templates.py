@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -65,6 +64,8 @@ class Template:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = environment.from_string(source)
         self._names = names or {}
+        self._developers = '"developer"' in source or "'developer'" in source
+        """Whether it knows the role; vLLM makes such messages the system's otherwise."""
         self.parts = _reads_parts(environment.parse(source))
         """Whether it reads contents part by part: all are lists of parts then, and one text otherwise."""
 
@@ -108,7 +109,7 @@ class Template:
                 {
                     **self._names,
                     **told,
-                    "messages": [self._message(message) for message in messages],
+                    "messages": self._messages(messages),
                     "tools": _tools(body.get("tools")),
                     "documents": None,
                     "add_generation_prompt": True,
@@ -121,19 +122,39 @@ class Template:
             # A template is a program of somebody else's.
             raise Unrendered("template", f"{type(error).__name__}: {error}") from None
 
+    def _messages(self, messages: list[Any]) -> list[dict[str, Any]]:
+        told = [self._message(message) for message in messages]
+        if self._developers or not any(message["role"] == "developer" for message in told):
+            return told
+        rest = [message for message in told if message["role"] not in ("developer", "system")]
+        system = [message for message in told if message["role"] in ("developer", "system")]
+        if len(system) == 1 and system[0] is told[0]:
+            first = {name: value for name, value in system[0].items() if name != "tools"}
+            return [{**first, "role": "system"}, *rest]
+        # One message of the system, in front.
+        texts = [_text(message["content"]) for message in system]
+        return [{"role": "system", "content": "\n\n".join([text for text in texts if text])}, *rest]
+
     def _message(self, message: Any) -> dict[str, Any]:
-        if not isinstance(message, dict):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Unrendered("messages")
-        told = dict(message)
-        told["content"] = self._content(told.get("content"), told.get("role"))
-        thinking, calls = told.pop("reasoning", None), told.pop("tool_calls", None)
-        old = told.pop("reasoning_content", None)
-        thinking = old if thinking is None else thinking
-        if told.get("role") == "assistant":
-            if thinking is not None:
-                told["reasoning"] = told["reasoning_content"] = thinking
+        role = message["role"]
+        told: dict[str, Any] = {"role": role, "content": self._content(message.get("content"), role)}
+        if role == "assistant":
+            calls, thinking = message.get("tool_calls"), message.get("reasoning")
+            if thinking is None:
+                thinking = message.get("reasoning_content")
             if isinstance(calls, list) and calls:
                 told["tool_calls"] = [_call(call) for call in calls]
+            if thinking is not None:
+                told["reasoning"] = told["reasoning_content"] = thinking
+        elif role == "tool" and "tool_call_id" in message:
+            told["tool_call_id"] = message["tool_call_id"]
+        for name in ("name", "task"):
+            if isinstance(message.get(name), str):
+                told[name] = message[name]
+        if role == "developer":
+            told["tools"] = message.get("tools")
         return told
 
     def _content(self, content: Any, role: Any) -> str | list[Any]:
@@ -146,21 +167,45 @@ class Template:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise Unrendered("media")
+        if role == "system":
+            content = [part for part in map(_without_billing, content) if part is not None]
+        if not self.parts:
+            content = [part for part in content if part["text"]]
         # What tools say is one text for all templates.
         return content if self.parts and role != "tool" else "\n".join([part["text"] for part in content])
 
 
+BILLING = "x-anthropic-billing-header"
+"""How a line begins that Claude Code puts before its system prompt; it changes from request to request, and engines cut it."""
+
+
+def _without_billing(part: dict[str, Any]) -> dict[str, Any] | None:
+    if not part["text"].startswith(BILLING):
+        return part
+    rest = part["text"].partition("\n")[2]
+    return {**part, "text": rest} if rest else None
+
+
+def _text(content: str | list[Any]) -> str:
+    return content if isinstance(content, str) else "\n".join([part["text"] for part in content])
+
+
 def _call(call: Any) -> Any:
+    """As engines read it into their own types and write it out again, so in the order of those."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"]) if function["arguments"] else {}
-    except (msgspec.DecodeError, RecursionError):
-        raise Unrendered("arguments") from None
-    if not isinstance(arguments, dict):
-        raise Unrendered("arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}
+    # What is no object cannot be written by templates.
+    arguments = arguments if isinstance(arguments, dict) else {}
+    ordered = {name: call[name] for name in ("id", "function", "type") if name in call}
+    names = {"arguments": arguments, **{name: value for name, value in function.items() if name == "name"}}
+    return {**ordered, "function": names, **{name: value for name, value in call.items() if name not in ordered}}
 
 
 def _tools(tools: Any) -> list[Any] | None:

@@ -33,6 +33,8 @@ ENTRY_BYTES = 104
 """One block of one target: the engine's hash, the prefix, and the entry that joins them."""
 PREFIX_BYTES = 80
 """One prefix: who holds it, and its link."""
+RECALLED = 512
+"""Blocks that left a device and are remembered by name."""
 MEMBERS = 4096
 """Sets of holders whose lists are kept."""
 
@@ -137,6 +139,12 @@ class BlockIndex:
                 tokens[state.id] = depth
         return Held(tokens, restored)
 
+    def holds_all(self, target: int, hashes: Sequence[int], tier: Tier = Tier.DEVICE, group: int = 0) -> bool:
+        """Whether ``target`` has all these blocks, by its engine's hashes, on that tier."""
+        state = self._targets.get(target)
+        into = None if state is None else state.groups.get(group)
+        return into is not None and bool(hashes) and all(hash & PREFIX_BITS in into.own[tier] for hash in hashes)
+
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def add(self, target: int, size: int | None = None) -> None:
@@ -201,7 +209,7 @@ class BlockIndex:
         parent = None if parent is None else parent & PREFIX_BITS
         if into.slab is not None:
             return self._store_fine(into, hashes, parent, ids, tier, start)
-        before = start if parent is None else self._find(state, into, parent)
+        before = start if parent is None else self._find(state, into, parent, tier)
         if before is None:
             return self._copy(state, hashes, tier, group)
         if into.stride * PAGE_TOKENS != size:
@@ -265,6 +273,10 @@ class BlockIndex:
                 slab.drop(hash)
             if name is None:
                 continue
+            if not tier:
+                at.recalled[hash] = name
+                if len(at.recalled) > RECALLED:
+                    del at.recalled[next(iter(at.recalled))]
             self.entries -= 1
             if at.kind is not Kind.FULL:
                 at.there[name] -= 1
@@ -382,13 +394,16 @@ class BlockIndex:
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
-    def _find(self, state: Cache, group: Group, hash: int) -> int | None:
+    def _find(self, state: Cache, group: Group, hash: int, tier: Tier) -> int | None:
         """The prefix of the block that the engine calls ``hash``, in any group: a block has one hash in all of them."""
         found = group.name(hash)
         if found is None:
             for other in state.groups.values():
                 if other is not group and other.slab is None and (found := other.name(hash)) is not None:
                     break
+        if found is None and tier:
+            # It moves down: it may be told as gone from above before it is told as stored below.
+            found = group.recalled.get(hash)
         return found
 
     def _copy(self, state: Cache, hashes: Sequence[int], tier: Tier, group: int) -> bool:
@@ -398,7 +413,7 @@ class BlockIndex:
             return False
         placed = bool(hashes)
         for hash in hashes:
-            name = self._find(state, into, hash)
+            name = self._find(state, into, hash, tier)
             if name is None:
                 placed = False
             elif hash not in into.own[tier]:

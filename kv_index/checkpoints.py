@@ -13,6 +13,7 @@ A usable hit is the deepest checkpoint at or below what the prompt shares with w
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 from kv_index.pages import PAGE_TOKENS
@@ -44,7 +45,8 @@ class Rule(NamedTuple):
         if self.ends:
             found.add(prompt)
         if self.boundary:
-            found |= {(prompt - 1) // block * block, min(shared, prompt - 1) // block * block}
+            last = max(0, prompt - 1)
+            found |= {last // block * block, min(shared, last) // block * block}
         if self.every is not None:
             found.update(range(self.every, prompt + 1, self.every))
         return sorted(found - {0})
@@ -109,8 +111,10 @@ class Checkpoints:
         shared: Mapping[int, int],
         ids: bytes = b"",
         page: float = float(PAGE_TOKENS),
+        most: float = inf,
     ) -> dict[int, int]:
-        """target -> the deepest checkpoint that it can go on from, given how many tokens it ``shared``; 0 is left out.
+        """target -> the deepest checkpoint that it can go on from, given how many tokens it ``shared``; 0 is left out, and so
+        is what is deeper than ``most``.
 
         What is shared is known in whole pages; with ``ids`` a checkpoint inside the next page is found too.
         """
@@ -128,7 +132,11 @@ class Checkpoints:
                 if shared[target] < int(pages * page):
                     continue
                 epoch = self._epochs.get(target, 0)
-                able = [mark.tokens for mark in marks[target] if mark.epoch == epoch and behind.startswith(mark.rest)]
+                able = [
+                    mark.tokens
+                    for mark in marks[target]
+                    if mark.epoch == epoch and mark.tokens <= most and behind.startswith(mark.rest)
+                ]
                 if able:
                     found[target] = max(able)
                     open_.discard(target)

@@ -42,6 +42,7 @@ class Group:
         "holes",
         "kind",
         "own",
+        "recalled",
         "size",
         "slab",
         "stride",
@@ -71,6 +72,8 @@ class Group:
         """Whether anything ever lay below the device."""
         self.gone = False
         """Its target dropped it; what is left of it waits for `BlockIndex.sweep`."""
+        self.recalled: dict[int, int] = {}
+        """Engine hash -> prefix of the last blocks that left the device: a lower tier may tell of them after that."""
         self.there: dict[int, int] = {}
         """Of other kinds than full: prefix -> how many of its blocks are held, on any tier."""
         self.slab: Slab | None = Slab(size, unit) if unit != size and kind is Kind.FULL else None

@@ -82,6 +82,7 @@ class Trust:
         "agreed",
         "awaited",
         "batches",
+        "compared",
         "fed",
         "known_size",
         "measured",
@@ -102,6 +103,8 @@ class Trust:
         self.reason = "start"
         self.fed = False
         """Events flow."""
+        self.compared = False
+        """Prompts come as token ids, with which they can be compared."""
         self.whole = False
         """They tell all that it holds."""
         self.batches = 0
@@ -199,7 +202,8 @@ class PrefixIndex:
             known = held.tokens.get(target, 0)
             if trust.rung is Rung.EXACT:
                 known = max(known, flying.get(target, 0) * PAGE_TOKENS)
-                tokens.pop(target, None)
+                if trust.whole:
+                    tokens.pop(target, None)
             if known > tokens.get(target, 0) and trust.rung is not Rung.NONE:
                 tokens[target] = known
         return Found(tokens, held.restored, depths, held.tokens)
@@ -217,6 +221,10 @@ class PrefixIndex:
         self.radix.pin(place, target)
         if ids and (trust := self.trust.get(target)) is not None and trust.fed:
             self._flying.insert(namespace, symbols, target, now)
+            if not trust.compared:
+                trust.compared = True
+                if trust.whole:
+                    self._rise(target, trust, "events")
         return place
 
     def undone(self, namespace: bytes, symbols: bytes, target: int, place: Node, held: int, sent: float) -> None:
@@ -247,10 +255,12 @@ class PrefixIndex:
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def fed(self, target: int, size: int | None) -> None:
-        """Events of ``target`` are listened to; its blocks have ``size`` tokens, if that is known."""
+    def fed(self, target: int, size: int | None, compared: bool = True) -> None:
+        """Events of ``target`` are listened to; its blocks have ``size`` tokens, if that is known. ``compared``: its prompts
+        come as token ids, with which they can be compared; the first that does shows it too."""
         self.blocks.add(target, size)
-        self.of(target).fed = True
+        trust = self.of(target)
+        trust.fed, trust.compared = True, compared
 
     def heard(self, target: int, whole: bool, cleared: bool, stored: int = 0) -> None:
         """A batch that told of so many ``stored`` blocks was applied to `blocks`; ``whole``: nothing is missing since its
@@ -362,7 +372,7 @@ class PrefixIndex:
                 spanned = min(spanned, size + 0.5 * (measured - size))
             self._resize(target, trust, spanned)
         elif size is not None and told.cached - told.predicted > max(DOUBTED, told.prompt // 20):
-            self._resize(target, trust, 1.03 * size)
+            self._resize(target, trust, max(1.03 * size, size + 1))
 
     def _resize(self, target: int, trust: Trust, pages: float) -> None:
         known = trust.known_size
@@ -401,7 +411,7 @@ class PrefixIndex:
         self.low.pop(target, None)
 
     def _rise(self, target: int, trust: Trust, reason: str) -> None:
-        if trust.fed and trust.rung is not Rung.EXACT:
+        if trust.fed and trust.compared and trust.rung is not Rung.EXACT:
             self._move(target, Rung.EXACT, reason)
 
     def _move(self, target: int, rung: Rung, reason: str) -> None:

@@ -206,12 +206,16 @@ def token_ids(field: Field) -> bytes | None:
         return None
     try:
         ids = _ids.decode(field)
+        if ids and isinstance(ids[0], list):
+            if len(ids) > 1:
+                return None
+            ids = ids[0]
         return Struct(f"<{len(ids)}I").pack(*ids)
     except (msgspec.DecodeError, StructError):
         return None
 
 
-_ids = msgspec.json.Decoder(list[int])
+_ids: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[int | list[int]])
 
 
 class _Told(msgspec.Struct):

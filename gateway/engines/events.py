@@ -229,6 +229,9 @@ def _store(event: Stored | StoredRow, index: BlockIndex, target: int) -> bool:
     hashes: list[Any] = event.block_hashes
     if hashes and type(hashes[0]) is not int:
         hashes = [_hash(each) for each in hashes]
+    if parent is None and index.holds_all(target, hashes, _tier(event), event.group_idx or 0):
+        # What a request found, told again as it wished (vLLM's ``kv_cache_report_mode``): no copies, for none will be removed.
+        return True
     return index.store(
         target,
         hashes,

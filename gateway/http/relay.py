@@ -5,6 +5,7 @@ error event must be able to follow when the worker dies inside one. The unfinish
 bound. The head goes out with the first bytes of the body, in one write.
 """
 
+import re
 from collections import deque
 
 from gateway.http.incoming import Incoming
@@ -14,8 +15,9 @@ from gateway.http.sse import boundary, spans
 FIRST = 2048
 COMMENT = b": keep-alive\n\n"
 
-USAGE = b'"choices":[]'
+USAGE = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 """What the last event before the end has, and no other, when usage was asked for."""
+_COUNTS = re.compile(rb'"usage"\s*:\s*\{')
 
 
 def without_usage(data: bytes) -> bytes:
@@ -23,7 +25,7 @@ def without_usage(data: bytes) -> bytes:
     kept, past = [], 0
     for start, end, past in spans(data):
         event = data[start:end]
-        if USAGE not in event or b'"usage":{' not in event:
+        if not (USAGE.search(event) and _COUNTS.search(event)):
             kept.append(data[start:past])
     return b"".join(kept) + data[past:]
 
@@ -79,7 +81,7 @@ class Relay:
         if not self.tail:
             self.first = data[:FIRST]
         self.tail.append(data)
-        if self.unasked and USAGE in data:
+        if self.unasked and USAGE.search(data):
             data = without_usage(data)
             if not data:
                 return

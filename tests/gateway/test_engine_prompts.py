@@ -97,10 +97,8 @@ def call(arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "null", "7", '"x"'])
-def test_arguments_that_are_no_object_are_not_guessed(arguments: str) -> None:
-    with pytest.raises(Unrendered) as caught:
-        rendered("{{ messages[0].tool_calls[0].function.arguments | tojson }}", call(arguments))
-    assert caught.value.reason == "arguments"
+def test_arguments_that_are_no_object_are_none(arguments: str) -> None:
+    assert rendered("{{ messages[0].tool_calls[0].function.arguments | tojson }}", call(arguments)) == "{}"
 
 
 def test_thinking_that_is_empty_is_thinking() -> None:

@@ -19,7 +19,6 @@ import zmq.asyncio
 from gateway.config import EventsConfig, WorkerConfig
 from gateway.run import Running
 from gateway.workers import State
-from kv_index.index import Rung
 from load_tests.engine import Engine
 from load_tests.engine.tokens import tokenize
 from tests.gateway.conftest import Begin, StartEngine
@@ -89,7 +88,8 @@ def rungs(running: Running) -> list[tuple[str, str]]:
 
 
 async def exact(running: Running) -> None:
-    await until(lambda: all(rung == Rung.EXACT for rung, _ in rungs(running)))
+    """Events tell all that engines hold. That is compared with prompts as soon as one comes as token ids."""
+    await until(lambda: all(running.index.of(target).whole for target in running.fleet.targets))
 
 
 async def counted(running: Running, name: str, **labels: str) -> float:

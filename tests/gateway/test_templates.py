@@ -232,14 +232,14 @@ def test_no_arguments_are_an_empty_object() -> None:
     assert rendered(READS_CALL, call("")) == rendered(READS_CALL, call("{}")) == "{}"
 
 
-@pytest.mark.parametrize("arguments", ["{", "x", "{'a': 1}", '{"a": }', "{} {}", " ", '{"a": "\\ud800"}'])
-def test_arguments_that_are_no_json_cannot_be_told(arguments: str) -> None:
-    assert refused(READS_CALL, call(arguments)) == "arguments"
+@pytest.mark.parametrize("arguments", ["{", "x", "{'a': 1}", '{"a": }', "{} {}", " "])
+def test_arguments_that_are_no_json_are_none_as_engines_read_them(arguments: str) -> None:
+    assert rendered(READS_CALL, call(arguments)) == "{}"
 
 
 @pytest.mark.parametrize("depth", [1000, 100_000])
 def test_arguments_may_not_be_endlessly_deep(depth: int) -> None:
-    assert refused(READS_CALL, call(depth * "[" + depth * "]")) in ("arguments", "template")
+    assert rendered(READS_CALL, call(depth * "[" + depth * "]")) == "{}"
 
 
 @pytest.mark.parametrize("calls", [None, "x", 7, {}])

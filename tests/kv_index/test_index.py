@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from kv_index.blocks import BlockIndex, Tier
+from kv_index.blocks import BlockIndex
+from kv_index.groups import Tier
 from kv_index.index import (
     AGREED,
     DOUBTED,
