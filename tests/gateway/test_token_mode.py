@@ -242,19 +242,6 @@ UNTOLD: dict[str, tuple[str, dict[str, Any]]] = {
     "a template of its own": ("parameter", saying("x", chat_template="{{ messages }}")),
     "another end": ("parameter", saying("x", add_generation_prompt=False)),
     "going on": ("parameter", saying("x", continue_final_message=True)),
-    "arguments that are no JSON": (
-        "arguments",
-        chat(
-            messages=[
-                {"role": "user", "content": "x"},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}],
-                },
-            ]
-        ),
-    ),
     "no messages": ("messages", chat(messages=[])),
     "messages of numbers": ("messages", chat(messages=[1, 2])),
     "messages that are none": ("messages", chat(messages="x")),
