@@ -33,6 +33,10 @@ ENTRY_BYTES = 104
 """One block of one target: the engine's hash, the prefix, and the entry that joins them."""
 PREFIX_BYTES = 80
 """One prefix: who holds it, and its link."""
+LARGEST = 1 << 16
+"""Tokens beyond which a block's size is not believed if smaller ones come."""
+GROUPS = 64
+"""Cache groups of one target that are followed."""
 RECALLED = 512
 """Blocks that left a device and are remembered by name."""
 MEMBERS = 4096
@@ -190,10 +194,10 @@ class BlockIndex:
             return False
         into = state.groups.get(group)
         if into is None:
-            if tier and size != state.sizes.get(group, size):
+            if (tier and size != state.sizes.get(group, size)) or len(state.groups) >= GROUPS:
                 return False
             into = self._group(state, group, kind, size, window)
-        elif size < into.size and not tier and not into.own[0] and into.deep:
+        elif size < into.size and not tier and not into.own[0] and (into.deep or into.size > LARGEST):
             # The device says what a block is, not who was heard first.
             into = self._regroup(state, group, kind, size, window)
         if into is None or size < into.size:
