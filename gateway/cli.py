@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--keep", action="store_true", help="stay up afterwards, to be tried with curl")
     demo.add_argument("--json", action="store_true", help="print the results as JSON")
     demo.set_defaults(run=_demo)
+    _add_replay(commands)
     check = commands.add_parser("check", help="check a configuration file, or a fleet")
     check.add_argument("file", metavar="FILE", nargs="?", help="YAML configuration")
     check.add_argument("--fleet", action="store_true", help="ask every worker what it is and what it lacks")
@@ -59,6 +60,40 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
     return parser
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    replay = commands.add_parser("replay", help="compare policies on a simulated fleet, in virtual time")
+    replay.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="a trace in Mooncake's form (looked for here and in $WARMROUTE_TRACES), or a generator: agents, documents, "
+        "load, universal",
+    )
+    replay.add_argument("--workers", type=_count, default=8, metavar="N", help="simulated engines (default 8)")
+    replay.add_argument(
+        "--policy",
+        metavar="A,B",
+        default="round_robin,least_load,cache_aware",
+        help="policies to compare (default round_robin,least_load,cache_aware)",
+    )
+    replay.add_argument(
+        "--kv-tokens", type=_count, default=500_000, metavar="N", help="KV cache of each engine (default 500000)"
+    )
+    replay.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
+    replay.add_argument("--seed", type=int, default=0, metavar="S", help="what is random follows from it (default 0)")
+    replay.add_argument("--json", action="store_true", help="print the results as JSON")
+    replay.set_defaults(run=_replay)
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {text!r}")
+    return value
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -100,6 +135,25 @@ def _demo(options: argparse.Namespace) -> int:
     from load_tests.demo import run
 
     return run(seconds=options.seconds, keep=options.keep, as_json=options.json)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from load_tests.simulate.command import replay
+    from load_tests.workloads.catalogue import find
+
+    try:
+        traffic = find(options.trace, workers=options.workers, seed=options.seed, limit=options.limit)
+        return replay(
+            traffic,
+            options.policy,
+            workers=options.workers,
+            kv_tokens=options.kv_tokens,
+            seed=options.seed,
+            as_json=options.json,
+        )
+    except ValueError as error:
+        print(f"warmroute replay: {error}", file=sys.stderr)
+        return 2
 
 
 def _check(options: argparse.Namespace) -> int:

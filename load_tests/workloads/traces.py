@@ -1,0 +1,44 @@
+"""Traces of requests as traffic: open arrivals, with sessions where they are told or can be inferred."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from load_tests.workloads.chains import Chain, Naming, Traffic, Turn
+from load_tests.workloads.mooncake import BLOCK, TracedRequest, read
+
+TICK = 3.0
+"""Seconds of one tick of Mooncake's published traces: their requests stand on ticks, and come at any time within."""
+
+
+def mooncake(path: str | Path, limit: int | None = None, seed: int = 0) -> Traffic:
+    """The requests of a file in Mooncake's form, each at its own time. Raises `OSError` and `TraceError`."""
+    requests = read(path, limit)
+    tick = TICK if len(requests) > 1 and all(request.at % TICK == 0 for request in requests) else 0.0
+    random, naming = Random(seed), Naming()
+    timed = sorted(((request.at + random.random() * tick, request) for request in requests), key=lambda each: each[0])
+    prompts = [naming.chained(request.blocks[: request.input_tokens // BLOCK]) for _, request in timed]
+    sessions = named(prompts, [request for _, request in timed])
+    chains = [
+        Chain(at, (Turn(blocks, request.input_tokens, request.output_tokens),), session)
+        for (at, request), blocks, session in zip(timed, prompts, sessions, strict=True)
+    ]
+    return Traffic(Path(path).name, BLOCK, chains)
+
+
+def named(prompts: Sequence[tuple[int, ...]], requests: Sequence[TracedRequest]) -> list[str]:
+    """Each request's session: its own, or else that of the latest prompt all of whose full blocks it begins with.
+
+    This is how a gateway finds sessions by content: what goes on from the *whole* of an earlier prompt belongs to it. A
+    single block does not tell, for whole fleets share it.
+    """
+    ends: dict[int, str] = {}
+    found = []
+    for number, (blocks, request) in enumerate(zip(prompts, requests, strict=True)):
+        session = request.session
+        if session is None:
+            session = next((ends[block] for block in reversed(blocks[1:]) if block in ends), f"inferred-{number}")
+            if len(blocks) > 1:
+                ends[blocks[-1]] = session
+        found.append(session)
+    return found
