@@ -67,8 +67,8 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     replay.add_argument(
         "trace",
         metavar="TRACE",
-        help="a trace in Mooncake's form (looked for here and in $WARMROUTE_TRACES), or a generator: agents, documents, "
-        "load, universal",
+        help="a trace in Mooncake's form or gzipped recorded sessions (looked for here and in $WARMROUTE_TRACES), or a "
+        "generator: agents, documents, load, universal",
     )
     replay.add_argument("--workers", type=_count, default=8, metavar="N", help="simulated engines (default 8)")
     replay.add_argument(

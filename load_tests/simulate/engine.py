@@ -99,8 +99,13 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests that have KV, between steps."""
-        return len(self.decoding) + (self.partial is not None)
+        """Requests that have KV. A prompt that is computed in part is among the chunks of a step."""
+        return len(self.decoding) + len(self.chunks)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """What it reports: requests that run and that wait."""
+        return self.running, len(self.waiting)
 
     def submit(self, work: Work, now: float) -> None:
         """Queue ``work``; may bring ``due`` nearer."""

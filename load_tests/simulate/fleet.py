@@ -7,6 +7,7 @@ reaches its engine and a token its client at once: a network would add the same 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from random import Random
 
 from load_tests.simulate.engine import Engine, Options, Work
 from load_tests.simulate.router import Router, Sent
@@ -30,6 +31,7 @@ class Asked:
     arrived: float
     sent: Sent
     worker: int
+    router: Router
     first: float = 0.0
     ended: float = 0.0
     cached: int = 0
@@ -41,7 +43,7 @@ class Outcome:
 
     policy: str
     engines: list[Engine]
-    router: Router
+    routers: list[Router]
     asked: list[Asked] = field(default_factory=list)
     """In order of arrival."""
     seconds: float = 0.0
@@ -49,20 +51,27 @@ class Outcome:
 
 
 class Simulation:
-    """One traffic on one fleet under one policy; `run` it once."""
+    """One traffic on one fleet under one policy; `run` it once. ``routers``: gateways that share the fleet and tell each other
+    nothing: each request comes to any of them, and what the others have in flight is known from load reports alone."""
 
-    def __init__(self, traffic: Traffic, policy: Policy, workers: int, options: Options, *, seed: int = 0) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, not {workers}")
+    def __init__(
+        self, traffic: Traffic, policy: Policy, workers: int, options: Options, *, seed: int = 0, routers: int = 1
+    ) -> None:
+        if workers < 1 or routers < 1:
+            raise ValueError(f"workers and routers must be at least 1, not {workers} and {routers}")
         if options.block != traffic.block:
             raise ValueError(f"block must be that of the traffic, {traffic.block}, not {options.block}")
         check(traffic, options)
         self.traffic = traffic
         self.engines = [Engine(options) for _ in range(workers)]
         answers = any(turn.after for chain in traffic.chains for turn in chain.turns)
-        self.router = Router(
-            policy, workers, block=options.block, kv_tokens=options.kv_tokens, seed=seed, answers=answers
-        )
+        self.routers = [
+            Router(
+                policy, workers, block=options.block, kv_tokens=options.kv_tokens, seed=seed + number, answers=answers
+            )
+            for number in range(routers)
+        ]
+        self._random = Random(seed)
         self._asked: list[Asked] = []
         self._events: list[tuple[float, int, int, Chain | None]] = []
         """(time, order, turn or engine, the turn's chain or ``None`` for an engine)."""
@@ -85,7 +94,7 @@ class Simulation:
                 if ended:
                     done += ended
                     tick(done)
-        return Outcome(self.router.policy.name, self.engines, self.router, self._asked, now)
+        return Outcome(self.routers[0].policy.name, self.engines, self.routers, self._asked, now)
 
     def _later(self, at: float, number: int, chain: Chain | None) -> None:
         self._order += 1
@@ -93,8 +102,9 @@ class Simulation:
 
     def _arrive(self, chain: Chain, number: int, now: float) -> None:
         turn = chain.turns[number]
-        sent = self.router.send(turn, chain.session, now)
-        asked = Asked(chain, number, now, sent, sent.target)
+        router = self.routers[0] if len(self.routers) == 1 else self._random.choice(self.routers)
+        sent = router.send(turn, chain.session, now)
+        asked = Asked(chain, number, now, sent, sent.target, router)
         self._asked.append(asked)
         ids = (*turn.blocks, *turn.after) if turn.after else turn.blocks
         engine = self.engines[sent.target]
@@ -108,11 +118,11 @@ class Simulation:
         begun, ended = engine.advance()
         for work in begun:
             work.owner.first = now
-            self.router.begun(work.owner.sent, now)
+            work.owner.router.begun(work.owner.sent, now)
         for work in ended:
             asked: Asked = work.owner
             asked.ended, asked.cached = now, work.cached or 0
-            self.router.ended(asked.sent, asked.cached, now)
+            asked.router.ended(asked.sent, asked.cached, now)
             following = asked.turn + 1
             if following < len(asked.chain.turns):
                 self._later(now + asked.chain.turns[following].think, following, asked.chain)
@@ -122,7 +132,9 @@ class Simulation:
 
     def _poll(self, now: float) -> None:
         self._polled = now
-        self.router.polled([(engine.running + len(engine.chunks), len(engine.waiting)) for engine in self.engines])
+        loads = [engine.load for engine in self.engines]
+        for router in self.routers:
+            router.polled(loads)
 
 
 def check(traffic: Traffic, options: Options) -> None:

@@ -6,7 +6,11 @@ from pathlib import Path
 from load_tests.workloads.chains import Traffic
 from load_tests.workloads.generators import GENERATORS
 from load_tests.workloads.mooncake import TraceError
+from load_tests.workloads.sessions import recorded
 from load_tests.workloads.traces import mooncake
+
+GZIP = b"\x1f\x8b"
+"""What a gzipped file begins with."""
 
 FOLDER = "WARMROUTE_TRACES"
 """Environment variable that names the folder in which traces are looked for too."""
@@ -17,16 +21,18 @@ class NoTraffic(ValueError):
 
 
 def find(name: str, *, workers: int, seed: int = 0, limit: int | None = None) -> Traffic:
-    """The first ``limit`` requests of a generator, or of a file in Mooncake's form. Raises `NoTraffic`.
+    """The first ``limit`` requests of a generator, of a file in Mooncake's form, or of recorded sessions (gzipped).
 
-    A generator's name wins; ``./agents`` is a file.
+    Raises `NoTraffic`. A generator's name wins; ``./agents`` is a file.
     """
     generator = GENERATORS.get(name)
     if generator is not None:
         return generator(workers, seed).limited(limit)
     path = located(name)
     try:
-        return mooncake(path, limit, seed)
+        with path.open("rb") as file:
+            packed = file.read(2) == GZIP
+        return recorded(path, workers, seed).limited(limit) if packed else mooncake(path, limit, seed)
     except (OSError, TraceError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise NoTraffic(f"TRACE {path}: {reason}") from None

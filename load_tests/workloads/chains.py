@@ -4,7 +4,7 @@ Two ways of arriving: *open*, each request at its own time whatever became of th
 time after the one before it ended. An open request is a chain of one turn.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -61,7 +61,7 @@ class Traffic:
 class Naming:
     """Ids for blocks such that an id tells all that stands before it."""
 
-    _known: dict[tuple[int, int], int] = field(default_factory=dict)
+    _known: dict[tuple[int, Hashable], int] = field(default_factory=dict)
     _next: int = 0
 
     def fresh(self, blocks: int) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class Naming:
         first, self._next = self._next, self._next + blocks
         return tuple(range(first, self._next))
 
-    def chained(self, names: Iterable[int]) -> tuple[int, ...]:
+    def chained(self, names: Iterable[Hashable]) -> tuple[int, ...]:
         """Ids for blocks that a trace names by content alone: the same for the same names from the start on."""
         before, found = -1, []
         for name in names:

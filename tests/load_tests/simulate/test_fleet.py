@@ -40,7 +40,7 @@ def conserves(traffic: Traffic, outcome: Outcome) -> None:
         assert engine.due is None and not engine.waiting and not engine.running
         assert engine.cache.used == engine.cache.private == 0
         assert len(engine.cache.refs) == len(engine.cache.idle) <= engine.cache.capacity
-    for place in outcome.router.places:
+    for place in outcome.routers[0].places:
         assert (place.running, place.busy, place.wait, place.foreign) == (0, 0.0, 0.0, 0.0)
     for each in asked:
         assert each.arrived < each.first <= each.ended
@@ -107,7 +107,7 @@ def test_a_session_at_home_computes_only_what_is_new() -> None:
     assert {each.worker for each in outcome.asked} == {outcome.asked[0].worker}
     # Of the last generated token there is no KV, so each answer's last block is not there.
     assert [each.cached for each in outcome.asked] == [0, 640, 1280, 1920, 2560]
-    assert outcome.router.decisions.rehomed == 0
+    assert outcome.routers[0].decisions.rehomed == 0
     assert [each.sent.predicted for each in outcome.asked] == [0, 640, 1280, 1920, 2560]
     spread = simulated(traffic, "round_robin")
     assert [each.worker for each in spread.asked] == [0, 1, 2, 3, 0]
@@ -121,15 +121,15 @@ def test_sessions_that_arrive_on_an_idle_fleet_spread() -> None:
     traffic = Traffic("eight", 64, [talk(naming, 60.0 * number, f"s{number}", 1) for number in range(8)])
     outcome = simulated(traffic, "cache_aware")
     assert sorted(each.worker for each in outcome.asked) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [place.homes for place in outcome.router.places] == [2, 2, 2, 2]
+    assert [place.homes for place in outcome.routers[0].places] == [2, 2, 2, 2]
 
 
 def test_sessions_idle_for_too_long_are_forgotten() -> None:
     naming = Naming()
     traffic = Traffic("late", 64, [talk(naming, 0.0, "early", 1), talk(naming, 4000.0, "late", 1)])
     outcome = simulated(traffic, "cache_aware")
-    assert list(outcome.router.sessions) == ["late"]
-    assert sum(place.homes for place in outcome.router.places) == 1
+    assert list(outcome.routers[0].sessions) == ["late"]
+    assert sum(place.homes for place in outcome.routers[0].places) == 1
 
 
 def test_rates_are_learned_where_the_engine_was_idle() -> None:
@@ -137,7 +137,7 @@ def test_rates_are_learned_where_the_engine_was_idle() -> None:
     chains = [Chain(20.0 * number, (Turn((), 500 + 500 * number, 2),)) for number in range(24)]
     chains.append(talk(naming, 900.0, "a", 2))
     outcome = simulated(Traffic("calibration", 64, chains), "cache_aware", 1)
-    learning = outcome.router.learning
+    learning = outcome.routers[0].learning
     assert learning is not None and learning.samples == 26
     # A step's base is paid once for each chunk of 2048 tokens.
     assert learning.rates.token == pytest.approx(60e-6 + 8e-3 / 2048, rel=0.15)
@@ -167,3 +167,29 @@ def test_a_thousand_engines() -> None:
     outcome = simulated(traffic, "cache_aware", 1000)
     conserves(traffic, outcome)
     assert len({each.worker for each in outcome.asked}) == 1000
+
+
+def test_gateways_that_share_a_fleet_see_each_other_by_load_reports_alone() -> None:
+    traffic = GENERATORS["load"](4, 1).limited(600)
+    simulation = Simulation(traffic, load("least_load"), 4, Options(block=traffic.block), routers=3)
+    seen: list[float] = []
+    tick = simulation.routers[0].polled
+
+    def polled(loads: Any) -> None:
+        tick(loads)
+        for place, (running, waiting) in zip(simulation.routers[0].places, loads, strict=True):
+            assert place.foreign == max(0, running + waiting - place.running)
+            seen.append(place.foreign)
+
+    simulation.routers[0].polled = polled  # type: ignore[method-assign]
+    outcome = simulation.run()
+    assert len(outcome.asked) == 600
+    assert max(seen) > 0
+    assert {each.router for each in outcome.asked} == set(simulation.routers)
+    for router in simulation.routers:
+        assert all(place.running == 0 for place in router.places)
+
+
+def test_one_gateway_alone_sees_nobody_else() -> None:
+    outcome = simulated(GENERATORS["universal"](4, 1).limited(300), "least_load")
+    assert all(place.foreign == 0.0 for place in outcome.routers[0].places)

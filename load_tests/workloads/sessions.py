@@ -1,0 +1,117 @@
+"""Recorded sessions of coding agents as causal traffic: each turn waits for the answer before it, then for the recorded think
+time. Whoever answers slower is asked slower, as in life.
+
+The form is one gzipped JSON object a line: ``id``, ``block_size``, ``tool_tokens``, ``system_tokens`` and ``chains``, of which
+each is a conversation (the main one or a sub-agent's) with ``requests``; one has ``t`` (seconds from the session's start),
+``in`` and ``out`` (tokens), ``think_time``, ``keep`` (leading blocks shared with the request before it) and ``new`` (ids of the
+others as start, length, ...). Ids are local to a session; tools and system prompt are taken to be the same in all sessions
+that have as many tokens of both, for one model.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from load_tests.workloads.chains import Chain, Naming, Traffic, Turn
+from load_tests.workloads.mooncake import TraceError
+
+COARSE = 8
+"""Recorded blocks that are one of ours: long prompts are many blocks, and a hit loses less than one of them."""
+
+FOR_EACH = 16
+"""Sessions for each worker, of those recorded."""
+
+WINDOW = 3600.0
+"""Seconds over which sessions begin; when they did was not recorded."""
+
+
+def recorded(path: str | Path, workers: int, seed: int = 0) -> Traffic:
+    """Some sessions of a file, drawn by the seed. Raises `OSError` and `TraceError`."""
+    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as lines:
+        try:
+            return parse(lines, Path(path).name, workers, seed)
+        except (EOFError, zlib.error):
+            raise TraceError("the gzipped file is damaged or ends early: fetch it again") from None
+
+
+def parse(lines: Iterable[str], name: str, workers: int, seed: int = 0) -> Traffic:
+    """The same of ``lines``. Raises `TraceError`."""
+    random, naming = Random(seed), Naming()
+    rows = [_row(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise TraceError("the trace has no session")
+    sizes = sorted({row["block_size"] for _, row in rows})
+    if len(sizes) > 1:
+        raise TraceError(f"block_size must be the same in all lines, not {sizes[0]} and {sizes[-1]}")
+    drawn = random.sample(rows, min(len(rows), FOR_EACH * workers))
+    starts: dict[tuple[Any, ...], int] = {}
+    chains: list[Chain] = []
+    for place, (number, row) in enumerate(drawn):
+        begin = random.uniform(0, WINDOW)
+        try:
+            chains += _session(row, place, begin, naming, starts)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else f"is not as it should be: {error}"
+            raise TraceError(f"line {number}: chains: {what}") from None
+    return Traffic(name, sizes[0] * COARSE, chains)
+
+
+def _row(number: int, line: str) -> tuple[int, dict[str, Any]]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"line {number}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise TraceError(f"line {number}: an object is needed, not {type(row).__name__}")
+    for field, kind in (
+        ("id", str),
+        ("block_size", int),
+        ("tool_tokens", int),
+        ("system_tokens", int),
+        ("chains", list),
+    ):
+        if not isinstance(row.get(field), kind):
+            raise TraceError(f"line {number}: {field} must be {kind.__name__}, not {row.get(field)!r:.40}")
+    if row["block_size"] < 1:
+        raise TraceError(f"line {number}: block_size must be at least 1, not {row['block_size']}")
+    return number, row
+
+
+def _session(
+    row: dict[str, Any], place: int, begin: float, naming: Naming, starts: dict[tuple[Any, ...], int]
+) -> Iterator[Chain]:
+    size = row["block_size"]
+    shared = (row["tool_tokens"] + row["system_tokens"]) // size
+    for number, chain in enumerate(row["chains"]):
+        if not chain["requests"]:
+            continue
+        group = (chain["requests"][0]["model"], row["tool_tokens"], row["system_tokens"])
+        common = starts.setdefault(group, len(starts))
+        turns: list[Turn] = []
+        for asked, ids in _prompts(chain["requests"]):
+            tokens = max(1, asked["in"])
+            # The last id of a full group names the group; what a group of sessions shares is named by that group.
+            full = min(len(ids), tokens // size) // COARSE
+            names = [
+                ("shared", common, at) if (at + 1) * COARSE <= shared and not number else ("own", place, ids[end - 1])
+                for at, end in enumerate(range(COARSE, full * COARSE + 1, COARSE))
+            ]
+            think = max(0.0, float(asked.get("think_time") or 0.0)) if turns else 0.0
+            turns.append(Turn(naming.chained(names), tokens, max(0, asked["out"]), (), think))
+        session = row["id"] if not number else f"{row['id']}/{number}"
+        yield Chain(begin + float(chain["requests"][0]["t"]), tuple(turns), session)
+
+
+def _prompts(requests: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Each request of a chain with all ids of its prompt."""
+    ids: list[int] = []
+    for asked in requests:
+        new = asked["new"]
+        ids = ids[: asked["keep"]]
+        for first, length in zip(new[::2], new[1::2], strict=True):
+            ids.extend(range(first, first + length))
+        yield asked, ids
