@@ -219,10 +219,13 @@ class Gateway:
         """How this request's token ids are made; ``None`` where nobody needs them, or the client gave them."""
         name = self._served_name(reading)
         mode = self.modes.get(name) if name is not None else None
-        if mode is None or (reading.ids is not None and reading.ids() is not None):
-            return None
         policy = tenant.policy or self.options.policies.get(name or "") or self._default
-        return mode if policy.needs_prefix else None
+        if mode is None or not policy.needs_prefix:
+            return None
+        if reading.model is not None:
+            # Before anything is done for it.
+            tenant.check_model(reading.model)
+        return None if reading.ids is not None and reading.ids() is not None else mode
 
     def _served_name(self, reading: Reading) -> str | None:
         if reading.opaque or reading.make_prompt is None:

@@ -15,7 +15,7 @@ from gateway.engines.events import namespace
 from gateway.fleet import Fleet
 from gateway.prompt import Prompt
 from gateway.sessions import Session
-from gateway.workers import Target
+from gateway.workers import Target, Worker
 from kv_index.checkpoints import Checkpoints, Rule
 from kv_index.index import DOUBTED, PrefixIndex, Report
 from kv_index.pages import PAGE_TOKENS, SYMBOL, TEXT_PAGE, Pages, chain, names, paginate
@@ -48,8 +48,6 @@ class Holdings:
     def match(self, ask: Ask, prompt: Prompt, model: Model) -> None:
         session, request = ask.session, ask.request
         size = len(prompt.text)
-        if model.by_ids:
-            self._share(model, 0.0)
         ask.pages = pages = paginate(prompt.text, session.pages if session is not None else None)
         symbols = pages.symbols
         if len(symbols) >= PREFIX_PAGES * SYMBOL:
@@ -90,7 +88,6 @@ class Holdings:
         if len(symbols) >= PREFIX_PAGES * SYMBOL:
             request.prefix = xxh3_64_intdigest(symbols[: PREFIX_PAGES * SYMBOL])
         count = request.tokens = max(1, len(ids) // 4)
-        self._share(model, 1.0)
         found = self.index.match(ask.namespace, symbols, ids, ask.start, request.home, events=not ask.reading.apart)
         ask.depth, ask.exact = found.depths, found.exact
         held = found.tokens
@@ -170,6 +167,8 @@ class Holdings:
         """What else could have been predicted of ``target``: the answer will tell who was right."""
         session, id_ = ask.session, target.id
         assert ask.predicted is not None
+        if ask.model is not None and (ask.ids is not None or ask.model.by_ids):
+            self._share(ask.model, float(ask.ids is not None))
         ask.routed = max(ask.predicted, int(ask.depth.get(id_, 0) * ask.page))
         trust = self.index.trust.get(id_)
         if trust is not None and trust.fed:
@@ -194,6 +193,8 @@ class Holdings:
     def said(self, ask: Ask, target: Target, ids: bytes, now: float) -> Pages:
         """What was generated is known to the token: it is held, and no open tail."""
         pages = chain(ids, ask.start, ask.pages)
+        if target.id not in self.fleet.targets:
+            return pages
         self.index.radix.insert(ask.namespace, pages.symbols, target.id, now)
         if ask.model is not None and ask.model.fine:
             self.sequels.put(names(pages.symbols), ids, ask.start)
@@ -225,6 +226,8 @@ class Holdings:
             return
         along = names(ask.pages.symbols) if ask.ids is not None else prefixes_of_text(ask.pages.symbols)
         page = float(PAGE_TOKENS) if ask.ids is not None else TEXT_PAGE * count / (ask.size or 1)
+        # However many tokens it may say that there were.
+        count = min(count, int(len(along) * page) + PAGE_TOKENS)
         for tokens in rule.positions(count, target.worker.facts.block_size or PAGE_TOKENS, ask.routed):
             self.checkpoints.put(target.id, along, tokens, ask.ids or b"", page)
 
@@ -240,16 +243,17 @@ class Holdings:
 
     # -- what is known of workers ----------------------------------------------------------------------------------------
 
-    def described(self) -> None:
-        """What is known of the workers changed."""
-        for model in self.models.values():
-            self.describe(model)
-        for worker in self.fleet.workers.values():
-            told = self.options.restore.get(worker.facts.models[0].name) if worker.facts.models else None
-            for target in worker.targets:
-                if told is not None and not target.calibration.restores:
-                    target.rates.restore = told
-        self.fit_capacities()
+    def described(self, worker: Worker) -> None:
+        """What is known of ``worker`` changed."""
+        listed = [served.name for served in worker.facts.models]
+        for name in listed or list(self.models):
+            if name in self.models:
+                self.describe(self.models[name])
+        told = self.options.restore.get(listed[0]) if listed else None
+        for target in worker.targets:
+            if told is not None and not target.calibration.restores:
+                target.rates.restore = told
+            self._fit(target)
 
     def describe(self, model: Model) -> None:
         """What its workers say of it."""

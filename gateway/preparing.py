@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from struct import Struct
+from threading import get_ident
 from typing import Any, Protocol
 
 import msgspec
 from xxhash import xxh3_128_digest
 
 from gateway.breaker import Breaker
+from gateway.engines import Answer
 from gateway.http.server import Inbound
 
 log = logging.getLogger("warmroute")
@@ -30,6 +32,8 @@ PATIENCE = 2.0
 """Seconds that a request waits for its ids."""
 INLINE = 2048
 """Bytes of a body that is read at once: a millisecond at most."""
+LARGEST = 4 * 1024 * 1024
+"""Bytes of a body that is read at all: a tokenizer takes some hundred times as many for a while."""
 FAILED = 1024
 """Bodies that failed, and are not tried again, ..."""
 FAILED_FOR = 60.0
@@ -63,7 +67,11 @@ class Pool:
     def __init__(self, clock: Callable[[], float], threads: int = THREADS) -> None:
         self.clock = clock
         self.running = 0
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self.threads = threads
+        self.closed = False
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._busy: dict[int, float] = {}
+        """Thread -> when it began what it does now."""
         self._flights: dict[bytes, asyncio.Future[bytes]] = {}
         self._failed: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
@@ -79,9 +87,23 @@ class Pool:
             except Unrendered as error:
                 self._note(key, error.reason)
                 raise
-        if self.running >= PENDING:
+        if size > LARGEST:
+            raise Unrendered("too_long")
+        busy = list(self._busy.values())
+        if self.running >= PENDING or (len(busy) >= self.threads and self.clock() - max(busy) > PATIENCE / 4):
+            # All are at work that takes long: whoever waited now would wait in vain.
             raise Unrendered("saturated")
-        return self.share(key, asyncio.get_running_loop().run_in_executor(self._threads, work))
+        if self.closed:
+            raise Unrendered("closed")
+        return self.share(key, asyncio.get_running_loop().run_in_executor(self._pool, self._timed, work))
+
+    def _timed(self, work: Callable[[], bytes]) -> bytes:
+        """In one of the threads."""
+        self._busy[get_ident()] = self.clock()
+        try:
+            return work()
+        finally:
+            del self._busy[get_ident()]
 
     def shared(self, key: bytes) -> asyncio.Future[bytes] | None:
         """The same work, if it is under way. Raises `Unrendered` if it failed a moment ago."""
@@ -116,7 +138,8 @@ class Pool:
 
     def close(self) -> None:
         """End the threads; what they do now is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def ids_of(flight: asyncio.Future[bytes]) -> bytes:
@@ -132,7 +155,7 @@ class Engines:
     """Has the workers tokenise (vLLM's ``/tokenize``). ``ask(path, body)`` raises for what a worker does not answer."""
 
     def __init__(
-        self, name: str, pool: Pool, clock: Callable[[], float], ask: Callable[[str, bytes], Awaitable[Any]]
+        self, name: str, pool: Pool, clock: Callable[[], float], ask: Callable[[str, bytes], Awaitable[Answer]]
     ) -> None:
         self.name = name
         self.pool = pool
@@ -146,6 +169,8 @@ class Engines:
             return None
         if not self.breaker.allows(self.clock()):
             raise Unrendered("engine")
+        if len(body) > LARGEST:
+            raise Unrendered("too_long")
         if self.pool.running >= PENDING:
             raise Unrendered("saturated")
         key = xxh3_128_digest(body) + self.name.encode()
@@ -155,9 +180,15 @@ class Engines:
         self.breaker.sent()
         try:
             async with asyncio.timeout(PATIENCE):
-                told = await self.ask("/tokenize", question)
-            ids = told["tokens"]
+                answer = await self.ask("/tokenize", question)
+            if answer.status in (400, 413, 422):
+                # The client's fault, and no reason not to ask again for others.
+                self.breaker.undecided()
+                raise Unrendered("refused")
+            ids = answer.json()["tokens"]
             found = Struct(f"<{len(ids)}I").pack(*ids)
+        except Unrendered:
+            raise
         except asyncio.CancelledError:
             self.breaker.undecided()
             raise

@@ -14,7 +14,7 @@ from gateway.errors import BadRequest, NotFound, NoWorker
 from gateway.fleet import Fleet
 from gateway.holdings import Holdings, blocks_of
 from gateway.metrics import Metrics
-from gateway.prompt import thinking_of
+from gateway.prompt import Prompt, thinking_of
 from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant
 from gateway.workers import Target
@@ -112,8 +112,12 @@ class Routing:
             if found is not None:
                 ask.session = self.sessions.find(found, tenant.name, model.name, now, dry)
                 ask.found = found.source
+        if ids is None and policy.needs_prefix and reading.ids is not None:
+            ids = reading.ids()
         if policy.needs_prefix or ask.session is None:
-            ask.prompt = reading.make_prompt(model.thinking)
+            # A prompt that is given as ids is those ids.
+            given = ids if reading.ids is not None else None
+            ask.prompt = reading.make_prompt(model.thinking) if given is None else Prompt([given], [])
             ask.size = len(ask.prompt.text)
             if ask.session is None and policy.needs_session:
                 ask.scope = xxh3_64_intdigest(ask.namespace, tenant.seed)
@@ -127,8 +131,6 @@ class Routing:
             request.home = session.home
             request.siblings = session.running
         if policy.needs_prefix and ask.prompt is not None:
-            if ids is None and reading.ids is not None:
-                ids = reading.ids()
             if ids is None:
                 self.holdings.match(ask, ask.prompt, model)
             else:

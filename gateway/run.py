@@ -18,6 +18,7 @@ from gateway.app import Gateway
 from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Problem
+from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
 from gateway.fleet import Fleet
@@ -241,16 +242,16 @@ class Running:
             modes[name] = TokenMode(name, found, template, self.pool)
         return modes
 
-    async def _ask_any(self, model: str, path: str, body: bytes) -> Any:
+    async def _ask_any(self, model: str, path: str, body: bytes) -> Answer:
         """Have some ready worker of ``model`` answer. Raises `GatewayFault` or `WorkerFault`."""
         ready = [worker for worker in self.fleet.serving(model) if worker.state is State.READY]
         if not ready:
             raise NoWorker(f"no worker serves {model!r} now")
         self._asked += 1
-        return (await self.probe.ask(ready[self._asked % len(ready)], path, "POST", body)).json()
+        return await self.probe.ask(ready[self._asked % len(ready)], path, "POST", body)
 
     def _described(self, worker: Worker) -> None:
-        self.gateway.routing.holdings.described()
+        self.gateway.routing.holdings.described(worker)
         self.subscriptions.watch(worker)
         self._warn(worker)
 
@@ -264,7 +265,10 @@ class Running:
 
     def _forget(self, target: int) -> None:
         self.gateway.forget_target(target)
-        self.subscriptions.doubt(target)
+        if target in self.fleet.targets:
+            self.subscriptions.doubt(target)
+        else:
+            self.index.remove(target)
 
     def _by_ids(self, worker: Worker) -> bool:
         """Whether it serves a model whose prompts come as token ids."""

@@ -38,6 +38,8 @@ BEHIND = 10.0
 """Seconds of never catching up after which a rank is not believed."""
 AGAIN = 5.0
 """Seconds until a socket that failed is opened again."""
+SOCKETS = 65536
+"""Sockets of all listeners: three each, and one while it asks for what is missing."""
 JOIN = 0.5
 """Seconds after which a subscription is in force."""
 POLL = 0.5
@@ -64,6 +66,10 @@ class Listener:
         self._renewed = False
         """A new process was told of since the connection was lost: what was sent since then is its own."""
         self._joined: float | None = None
+        self._live_at: int | None = None
+        """Number of the last batch that came as it was published, on this connection."""
+        self._full = False
+        self._trouble = ""
         self._context: zmq.asyncio.Context | None = None
 
     def doubt(self) -> None:
@@ -79,9 +85,13 @@ class Listener:
         while True:
             try:
                 await self._listen(context)
-            except (zmq.ZMQError, OSError) as error:
-                log.warning("the KV events of %s cannot be listened to: %s", self.target.name, error)
-                self._silenced("no_socket")
+            except Exception as error:
+                # Whatever a worker sends or says, its rank is listened to again.
+                told = f"{type(error).__name__}: {error}"
+                if told != self._trouble:
+                    self._trouble = told
+                    log.warning("the KV events of %s cannot be listened to: %s", self.target.name, told)
+                self._lost("failed")
             await asyncio.sleep(AGAIN)
 
     async def _listen(self, context: zmq.asyncio.Context) -> None:
@@ -124,6 +134,7 @@ class Listener:
             return
         if event == zmq.EVENT_DISCONNECTED:
             self.connected = self._renewed = False
+            self._live_at = None
             self._silenced("disconnected")
         elif not self.connected:
             self.connected = True
@@ -153,6 +164,11 @@ class Listener:
         await asyncio.sleep(0)
 
     async def _live(self, number: int, payload: bytes) -> None:
+        before, self._live_at = self._live_at, number
+        feed = self.feed
+        if number <= feed.last and (before is None or number > before) and not feed.remembers(number):
+            # Published before the replay that told of it was over: within one connection another process would count anew.
+            return
         if self._take(number, payload) is Step.REPLAY:
             if self.feed.last >= 0 or self.feed.complete:
                 self.metrics.kv_gaps.add((self.target.name,))
@@ -178,10 +194,18 @@ class Listener:
             batch = decode(payload)
         except ValueError:
             self.metrics.kv_unread.add((name,))
+            self._missed_some()
             return
         if batch.unread:
             self.metrics.kv_unread.add((name,), batch.unread)
+        if batch.lost:
+            self._missed_some()
         self._tell(batch.events)
+
+    def _missed_some(self) -> None:
+        """What could not be read may have told of blocks that are gone."""
+        self.feed.complete = False
+        self._silenced("unread")
 
     def _tell(self, events: Sequence[Event]) -> None:
         """Have events change the index."""
@@ -196,8 +220,14 @@ class Listener:
         if told.unplaced:
             self.metrics.kv_unplaced.add((name,), told.unplaced)
             if self.index.blocks.full:
+                self._full = True
                 self.feed.complete = False
                 self._silenced("index_full")
+        if self._full and not self.index.blocks.full:
+            self._full = False
+            self._lost("index_full")
+            self.doubted = True
+            return
         whole = self.feed.complete and not self._flooded and not self._replaying
         self.index.heard(self.target.id, whole, told.cleared, told.stored)
 
@@ -388,6 +418,7 @@ class Subscriptions:
     async def _run(self, listener: Listener) -> None:
         if self._context is None:
             self._context = zmq.asyncio.Context()
+            self._context.set(zmq.MAX_SOCKETS, SOCKETS)
         try:
             await listener.run(self._context)
         except Exception:
@@ -424,8 +455,7 @@ def _shifted(endpoint: str, rank: int) -> str:
 
 def reachable(endpoint: str, url: str) -> str:
     """An endpoint as its engine binds it, as it can be reached from here: a wildcard or loopback is the worker's own host."""
-    parts = urlsplit(endpoint)
-    if parts.scheme != "tcp":
+    if not endpoint.startswith("tcp://"):
         return endpoint
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if host.strip("[]") in ("*", "0.0.0.0", "::", "localhost", "127.0.0.1", "::1"):

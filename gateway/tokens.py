@@ -98,7 +98,11 @@ class Tokenizer:
         return found
 
     def _encode(self, text: str, special: bool = False) -> bytes:
-        ids = array("I", self._fast.encode(text, add_special_tokens=special).ids)
+        try:
+            ids = array("I", self._fast.encode(text, add_special_tokens=special).ids)
+        except (TypeError, UnicodeEncodeError):
+            # Half a surrogate pair.
+            raise Unrendered("text") from None
         if sys.byteorder == "big":
             ids.byteswap()
         return ids.tobytes()

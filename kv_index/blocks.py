@@ -22,12 +22,12 @@ Forgetting a target costs nothing at once: its bit is retired, and `sweep` takes
 
 from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct, error as StructError
-from typing import NamedTuple
 
-from kv_index.groups import TIERS, Cache, Group, Kind, Tier, resumable
+from kv_index.groups import TIERS, Cache, Group, Kind, Tier
 from kv_index.holders import Holders
-from kv_index.pages import PAGE_TOKENS, PREFIX_BITS, SYMBOL, names, prefixes
-from kv_index.slab import SLOT_BYTES, Slab
+from kv_index.matching import Held, Matcher
+from kv_index.pages import PAGE_TOKENS, PREFIX_BITS, SYMBOL, prefixes
+from kv_index.slab import Slab
 
 ENTRY_BYTES = 104
 """One block of one target: the engine's hash, the prefix, and the entry that joins them."""
@@ -35,21 +35,12 @@ PREFIX_BYTES = 80
 """One prefix: who holds it, and its link."""
 LARGEST = 1 << 16
 """Tokens beyond which a block's size is not believed if smaller ones come."""
+PLACES = 1024
+"""Bits that wait to be swept, beside some for each target, before nothing new is followed."""
 GROUPS = 64
 """Cache groups of one target that are followed."""
 RECALLED = 512
 """Blocks that left a device and are remembered by name."""
-MEMBERS = 4096
-"""Sets of holders whose lists are kept."""
-
-
-class Held(NamedTuple):
-    """What targets hold of one prompt."""
-
-    tokens: dict[int, int]
-    """target -> leading tokens that it can reuse, from any tier; who holds none is absent."""
-    restored: dict[int, tuple[int, int, int]]
-    """target -> how many of them must be restored from host, disk and shared store, where that is any."""
 
 
 class BlockIndex:
@@ -65,19 +56,16 @@ class BlockIndex:
         self._targets: dict[int, Cache] = {}
         self._places: list[int | None] = []
         """Number of a bit -> its target."""
-        self._members: dict[int, tuple[int, ...]] = {}
-        self._plain: dict[int, int] | None = None
-        """Stride -> bits of the plain targets; ``None`` when that must be found anew."""
-        self._special: list[Cache] = []
+        self._matcher = Matcher(self._holders, self._targets, self._places)
         self._retired: list[Group] = []
-        self._slots = 0
+        self._slot_bytes = 0
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def footprint(self) -> int:
         """Estimated size."""
-        return self.entries * ENTRY_BYTES + len(self._holders) * PREFIX_BYTES + self._slots * SLOT_BYTES
+        return self.entries * ENTRY_BYTES + len(self._holders) * PREFIX_BYTES + self._slot_bytes
 
     @property
     def full(self) -> bool:
@@ -128,20 +116,7 @@ class BlockIndex:
         ``ids`` and ``start``: its token ids and the start of its chain, by which targets with blocks smaller than a page are
         matched to the block; without them to the page.
         """
-        tokens: dict[int, int] = {}
-        restored: dict[int, tuple[int, int, int]] = {}
-        chain = names(symbols)
-        if self._plain is None or self._holders.shifted:
-            self._sort()
-        for stride, bits in (self._plain or {}).items():
-            steps = chain if stride == 1 else chain[stride - 1 :: stride]
-            if steps:
-                self._bisect(steps, bits, stride * PAGE_TOKENS, tokens)
-        for state in self._special:
-            depth = self._follow(state, chain, ids, start, restored)
-            if depth:
-                tokens[state.id] = depth
-        return Held(tokens, restored)
+        return self._matcher.match(symbols, ids, start)
 
     def holds_all(self, target: int, hashes: Sequence[int], tier: Tier = Tier.DEVICE, group: int = 0) -> bool:
         """Whether ``target`` has all these blocks, by its engine's hashes, on that tier."""
@@ -194,7 +169,9 @@ class BlockIndex:
             return False
         into = state.groups.get(group)
         if into is None:
-            if (tier and size != state.sizes.get(group, size)) or len(state.groups) >= GROUPS:
+            if tier and size != state.sizes.get(group, size):
+                return False
+            if len(state.groups) >= GROUPS or len(self._places) > PLACES + 8 * len(self._targets):
                 return False
             into = self._group(state, group, kind, size, window)
         elif size < into.size and not tier and not into.own[0] and (into.deep or into.size > LARGEST):
@@ -244,7 +221,7 @@ class BlockIndex:
         own = group.own[tier]
         if tier and not group.deep:
             group.deep = True
-            self._plain = None
+            self._matcher.stale = True
         if not own.keys().isdisjoint(hashes):
             self._apply_each(group, hashes, found, before, tier)
             return
@@ -308,7 +285,7 @@ class BlockIndex:
             return
         for group in state.groups.values():
             self._retire(group)
-        self._plain = None
+        self._matcher.stale = True
 
     def sweep(self, most: int = 2000) -> bool:
         """Upkeep, some times a second: take out up to ``most`` blocks of those that are gone, and what they have made of
@@ -317,9 +294,11 @@ class BlockIndex:
             for group in state.full:
                 if group.holes:
                     self._holders.recount(group)
+                if group.slab is not None:
+                    group.slab.scanned = 0
                 if group.slab is not None and not group.slab.held and len(group.slab) and self.full:
                     # What blocks inside its pages are still there for is lost, but so is what there is no room for.
-                    self._slots -= len(group.slab)
+                    self._slot_bytes -= group.slab.footprint
                     group.slab = Slab(group.size, group.stride * PAGE_TOKENS)
         while self._retired and most > 0:
             group = self._retired[-1]
@@ -351,7 +330,7 @@ class BlockIndex:
             bit = 1 << at
         made = state.groups[group] = Group(kind, size, window, bit)
         (state.full if kind is Kind.FULL else state.others).append(made)
-        self._plain = None
+        self._matcher.stale = True
         return made
 
     def _regroup(self, state: Cache, group: int, kind: Kind, size: int, window: int) -> Group:
@@ -367,34 +346,11 @@ class BlockIndex:
     def _retire(self, group: Group) -> None:
         group.gone = True
         if group.slab is not None:
-            self._slots -= len(group.slab)
+            self._slot_bytes -= group.slab.footprint
         if group.kind is Kind.FULL:
             self._retired.append(group)
         else:
             self.entries -= sum(map(len, group.own))
-
-    def _sort(self) -> None:
-        plain: dict[int, int] = {}
-        self._special = []
-        for state in self._targets.values():
-            if state.plain:
-                group = state.full[0]
-                plain[group.stride] = plain.get(group.stride, 0) | group.bit
-            elif state.full:
-                self._special.append(state)
-        self._members.clear()
-        self._plain = plain
-        self._holders.shifted = False
-
-    def _of(self, bits: int) -> tuple[int, ...]:
-        """The targets that bits stand for."""
-        found = self._members.get(bits)
-        if found is None:
-            if len(self._members) >= MEMBERS:
-                self._members.clear()
-            found = tuple([t for at, t in enumerate(self._places) if bits >> at & 1 and t is not None])
-            self._members[bits] = found
-        return found
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
@@ -429,6 +385,8 @@ class BlockIndex:
     ) -> bool:
         slab = group.slab
         assert slab is not None
+        if tier and self._moved(group, hashes, tier, len(ids) < slab.unit):
+            return True
         place = (start, b"") if parent is None else slab.place(parent)
         if place is None and parent is not None and (known := group.name(parent)) is not None:
             place = known, b""
@@ -437,7 +395,7 @@ class BlockIndex:
         if place is None or len(hashes) < blocks:
             return False
         before, rest = place
-        had = len(slab)
+        had = slab.footprint
         pages: list[tuple[int, int]] = []
         first = before
         run = rest + ids[: blocks * size]
@@ -455,10 +413,28 @@ class BlockIndex:
             if name:
                 pages.append((own[-1], name))
                 before = name
-        self._slots += len(slab) - had
+        self._slot_bytes += slab.footprint - had
+        if parent is None:
+            slab.begun(start)
         if pages:
             self.apply(group, [hash for hash, _ in pages], [name for _, name in pages], first, tier)
+            behind = not tier and parent is not None and not slab.begins(first)
+            if behind and not self._holders.by_tier[0].get(first, 0) & group.bit:
+                self._holders.hole(group, first)
         return True
+
+    def _moved(self, group: Group, hashes: Sequence[int], tier: Tier, short: bool) -> bool:
+        """Blocks inside pages come down from the device, one event each: the ends of pages are known by their hashes, and
+        nothing else counts. False if they have to be placed."""
+        known = False
+        for hash in hashes:
+            name = group.name(hash)
+            if name is None:
+                name = group.recalled.get(hash)
+            if name is not None:
+                known = True
+                self.apply(group, [hash], [name], name, tier)
+        return known or short
 
     def _apply_each(self, group: Group, hashes: Sequence[int], found: Sequence[int], before: int, tier: Tier) -> None:
         """`apply` where some are known already: each is one more copy, which is removed by itself."""
@@ -470,72 +446,6 @@ class BlockIndex:
                 name = own[hash]
                 group.copies[tier, hash] = group.copies.get((tier, hash), 0) + 1
             before = name
-
-    # -- matching ---------------------------------------------------------------------------------------------------
-
-    def _bisect(self, steps: Sequence[int], bits: int, tokens: int, found: dict[int, int]) -> None:
-        """The depths of holders without holes, each step ``tokens`` long."""
-        get = self._holders.by_tier[0].get
-        bits &= get(steps[0], 0)
-        if not bits:
-            return
-        open_ = [(bits, 1, len(steps))]
-        while open_:
-            # All of ``bits`` hold ``low`` steps, none more than ``high``.
-            bits, low, high = open_.pop()
-            while low < high:
-                middle = (low + high + 1) >> 1
-                holding = get(steps[middle - 1], 0) & bits
-                if holding == bits:
-                    low = middle
-                else:
-                    if holding:
-                        open_.append((holding, middle, high))
-                        bits ^= holding
-                    high = middle - 1
-            found.update(dict.fromkeys(self._of(bits), low * tokens))
-
-    def _follow(
-        self,
-        state: Cache,
-        chain: Sequence[int],
-        ids: bytes,
-        start: int,
-        restored: dict[int, tuple[int, int, int]],
-    ) -> int:
-        """How much of a prompt one target can reuse: tokens, block by block."""
-        depth = min([self._reached(group, chain, ids, start) for group in state.full])
-        group = state.full[0]
-        if state.others:
-            depth = resumable(state.others, chain, depth)
-        if depth and group.deep:
-            low = [0] * TIERS
-            step = group.stride * PAGE_TOKENS
-            for at in range(group.stride - 1, depth // PAGE_TOKENS, group.stride):
-                tier = next(tier for tier in Tier if self._holders.by_tier[tier].get(chain[at], 0) & group.bit)
-                low[tier] += step
-            if any(low[1:]):
-                restored[state.id] = (low[1], low[2], low[3])
-        return depth
-
-    def _reached(self, group: Group, chain: Sequence[int], ids: bytes, start: int) -> int:
-        depth = self._closed(group, chain)
-        if group.slab is not None and ids:
-            pages = depth // PAGE_TOKENS
-            before = chain[pages - 1] if pages else start
-            depth += group.slab.beyond(before, ids[4 * depth : 4 * depth + group.slab.unit])
-        return depth
-
-    def _closed(self, group: Group, chain: Sequence[int]) -> int:
-        """Tokens up to the group's first hole, over all tiers."""
-        bit, tiers = group.bit, self._holders.by_tier[:1] if not group.deep else self._holders.by_tier
-        step, depth = group.stride * PAGE_TOKENS, 0
-        for at in range(group.stride - 1, len(chain), group.stride):
-            name = chain[at]
-            if not any(holders.get(name, 0) & bit for holders in tiers):
-                break
-            depth += step
-        return depth
 
     # -- the invariants ---------------------------------------------------------------------------------------------
 

@@ -48,7 +48,8 @@ class Rule(NamedTuple):
             last = max(0, prompt - 1)
             found |= {last // block * block, min(shared, last) // block * block}
         if self.every is not None:
-            found.update(range(self.every, prompt + 1, self.every))
+            # What is before was kept when that was computed.
+            found.update(range(max(self.every, shared // self.every * self.every), prompt + 1, self.every))
         return sorted(found - {0})
 
     def resumed(self, prompt: int, generated: int) -> int:

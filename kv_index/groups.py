@@ -111,19 +111,21 @@ class Cache:
 
 def resumable(groups: Sequence[Group], chain: Sequence[int], depth: int) -> int:
     """The last token up to ``depth`` at which every one of ``groups`` lets a prompt be resumed."""
+    pages = depth // PAGE_TOKENS
     step = lcm(*[group.stride for group in groups])
-    for pages in range(depth // PAGE_TOKENS // step * step, 0, -step):
-        if all(_allows(group, chain, pages) for group in groups):
-            return pages * PAGE_TOKENS
+    windows = [_windows(group, chain, pages) for group in groups if group.kind is Kind.WINDOW]
+    states = [group.there for group in groups if group.kind is not Kind.WINDOW]
+    for at in range(pages // step * step, 0, -step):
+        if all(chain[at - 1] in there for there in states) and all(at in able for able in windows):
+            return at * PAGE_TOKENS
     return 0
 
 
-def _allows(group: Group, chain: Sequence[int], pages: int) -> bool:
-    if group.kind is Kind.STATE:
-        return chain[pages - 1] in group.there
-    first = pages * PAGE_TOKENS - group.window + 1
-    while pages > 0 and pages * PAGE_TOKENS > first:
-        if chain[pages - 1] not in group.there:
-            return False
-        pages -= group.stride
-    return True
+def _windows(group: Group, chain: Sequence[int], pages: int) -> set[int]:
+    """The pages at whose end ``group`` has the blocks of its window."""
+    able, run = set(), 0
+    for at in range(group.stride, pages + 1, group.stride):
+        run = run + group.stride if chain[at - 1] in group.there else 0
+        if run == at or run * PAGE_TOKENS >= group.window - 1:
+            able.add(at)
+    return able

@@ -41,6 +41,8 @@ UNHEARD = 5
 """How often they may fail to, in a row."""
 SETTLED = 1.0
 """Seconds for which an ended request counts as in flight, at most: its last events may be on their way."""
+SWEPT = 10_000
+"""Blocks of targets that are gone that are taken out at a time."""
 OFTEN = 32
 """Measurements of a cache's size that are made as they come; further ones every `SELDOM` seconds."""
 SELDOM = 10.0
@@ -206,7 +208,11 @@ class PrefixIndex:
                     tokens.pop(target, None)
             if known > tokens.get(target, 0) and trust.rung is not Rung.NONE:
                 tokens[target] = known
-        return Found(tokens, held.restored, depths, held.tokens)
+        # Only what is believed has to be brought back.
+        restored = {
+            target: parts for target, parts in held.restored.items() if tokens.get(target) == held.tokens[target]
+        }
+        return Found(tokens, restored, depths, held.tokens)
 
     def believed(self, target: int, home: int | None) -> bool:
         """Whether what was routed to ``target`` counts for a request whose session is at home at ``home``."""
@@ -244,7 +250,7 @@ class PrefixIndex:
         """Upkeep, some times a second."""
         for target in [target for target, landed in self._landed.items() if landed[0][0] <= now]:
             self._arrived(target, now)
-        self.blocks.sweep()
+        self.blocks.sweep(SWEPT)
         for target, trust in self.trust.items():
             if trust.awaited is not None and now - trust.awaited[0] > PATIENCE:
                 silent = trust.awaited[1] == trust.batches
@@ -317,8 +323,10 @@ class PrefixIndex:
     # -- reports ----------------------------------------------------------------------------------------------------
 
     def report(self, target: int, told: Report, now: float) -> None:
-        """What an answer says of what was predicted for it."""
-        trust = self.of(target)
+        """What an answer says of what was predicted for it; one of a target that left says nothing any more."""
+        trust = self.trust.get(target)
+        if trust is None:
+            return
         if trust.fed and told.prompt - told.cached >= 2 * told.block + PAGE_TOKENS and trust.awaited is None:
             trust.awaited = (now, trust.batches)
         if trust.rung is not Rung.EXACT and told.predicted >= DOUBTED and told.cached < 0.1 * told.predicted:

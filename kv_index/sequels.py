@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from kv_index.pages import TOKEN_PAGE
 
+PAGES = 8192
+"""Last pages of a prompt that are kept: one prompt must not push all others out."""
 SIDES = 4
 """Pages that are kept behind one prefix."""
 
@@ -28,7 +30,7 @@ class Sequels:
     def put(self, chain: Sequence[int], ids: bytes, start: int) -> None:
         """A prompt of these ids was sent; ``start`` is where its chain begins. Costs what is new of it."""
         behind = self._behind
-        for at in range(len(chain), -1, -1):
+        for at in range(len(chain), max(-1, len(chain) - PAGES), -1):
             page = ids[at * TOKEN_PAGE : (at + 1) * TOKEN_PAGE]
             if not page:
                 continue

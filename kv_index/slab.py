@@ -13,8 +13,12 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-SLOT_BYTES = 360
-"""One page: tokens, hashes, its place in the tables."""
+SLOT_BYTES = 270
+"""One page beside its tokens and hashes: its place in the tables."""
+SCANNED = 32 * 1024 * 1024
+"""Bytes that are searched between two sweeps, for parents that are not known: some milliseconds."""
+STARTS = 4096
+"""Starts of chains that are remembered."""
 
 FREE, GONE, HELD = 0, 1, 2
 HALF = (1 << 32) - 1
@@ -40,6 +44,9 @@ class Slab:
         self._count = array("H")
         self._mark = bytearray()
         self._end = array("Q")
+        self.scanned = 0
+        """Bytes searched since the last sweep."""
+        self._starts: dict[int, None] = {}
         self._ends: dict[int, int] = {}
         """Engine hash of the last block of a page or run -> slot."""
         self._splits: dict[int, tuple[int, int]] = {}
@@ -52,6 +59,21 @@ class Slab:
 
     def __len__(self) -> int:
         return len(self._mark)
+
+    @property
+    def footprint(self) -> int:
+        """Estimated size."""
+        return len(self._mark) * (SLOT_BYTES + self.unit + 4 * self.per)
+
+    def begun(self, start: int) -> None:
+        """A chain begins there."""
+        self._starts[start] = None
+        if len(self._starts) > STARTS:
+            del self._starts[next(iter(self._starts))]
+
+    def begins(self, before: int) -> bool:
+        """Whether ``before`` is where a chain begins, and no page."""
+        return before in self._starts
 
     def place(self, hash: int) -> tuple[int, bytes] | None:
         """Where the block that the engine calls ``hash`` ends: the prefix of the page before, and the tokens since."""
@@ -109,6 +131,9 @@ class Slab:
         found = self._splits.get(hash)
         if found is not None:
             return found
+        if self.scanned > SCANNED:
+            return None
+        self.scanned += len(self._hashes)
         needle = (hash & HALF).to_bytes(4, "little")
         at = self._hashes.find(needle)
         while at >= 0 and at % 4:

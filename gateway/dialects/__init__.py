@@ -72,7 +72,7 @@ class Reading:
         self.apart = False
         """Its cache is kept apart by something that engines do not tell in their events."""
         self.ids: Callable[[], bytes | None] | None = None
-        """The prompt's token ids, little-endian u32 each, where the client gave those."""
+        """The prompt's token ids, little-endian u32 each, where the client gave those: read when first asked for."""
         self.untold = False
         """It streams and did not ask for usage, in a dialect in which the gateway may."""
         self.make_prompt: Callable[[Thinking], Prompt] | None = None

@@ -1,6 +1,7 @@
 """OpenAI's API as vLLM, SGLang, TensorRT-LLM and llama.cpp speak it."""
 
 import re
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -83,7 +84,7 @@ class OpenAI:
             reading.conversation = _conversation(common.conversation)
             reading.make_prompt = lambda thinking: responses_prompt(common)
         else:
-            reading.ids = lambda: token_ids(common.prompt)
+            reading.ids = cache(lambda: token_ids(common.prompt))
             reading.make_prompt = lambda thinking: completion_prompt(common.prompt)
         return reading
 

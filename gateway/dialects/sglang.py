@@ -1,5 +1,7 @@
 """SGLang's native ``/generate``."""
 
+from functools import cache
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -36,7 +38,7 @@ class SGLang:
         if request is None:
             return reading
         reading.namespace = namespace_of(request)
-        reading.ids = lambda: token_ids(request.input_ids)
+        reading.ids = cache(lambda: token_ids(request.input_ids))
         reading.make_prompt = lambda thinking: _prompt(request)
         return reading
 

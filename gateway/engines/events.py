@@ -101,26 +101,24 @@ class Batch(NamedTuple):
     """What one payload says."""
 
     events: Sequence[Event]
-    rank: int | None
     unread: int
     """Events that could not be read."""
+    lost: bool = False
+    """Whether blocks may be gone that one of those told of."""
 
 
 class _Maps(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[Stored | Removed | Cleared]
-    rank: int | None = None
 
 
 class _Row(msgspec.Struct, array_like=True, gc=False):
     ts: Any
     events: list[msgspec.Raw]
-    rank: Any = None
 
 
 class _Map(msgspec.Struct, gc=False):
     events: list[msgspec.Raw]
-    data_parallel_rank: Any = None
 
 
 _maps = msgspec.msgpack.Decoder(_Maps)
@@ -135,30 +133,29 @@ def decode(payload: bytes) -> Batch:
     """The events of one payload. Raises `ValueError` if it is no batch at all."""
     try:
         batch = _maps.decode(payload)
-        return Batch(batch.events, batch.rank, 0)
+        return Batch(batch.events, 0)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _one_by_one(payload)
 
 
 def _one_by_one(payload: bytes) -> Batch:
     """Events of the older form, or a batch with one that cannot be read."""
-    rank: Any
     try:
         if (payload[:1] and 0x80 <= payload[0] <= 0x8F) or payload[:1] in (b"\xde", b"\xdf"):
-            table = _map.decode(payload)
-            raws, rank = table.events, table.data_parallel_rank
+            raws = _map.decode(payload).events
         else:
-            row = _row.decode(payload)
-            raws, rank = row.events, row.rank
+            raws = _row.decode(payload).events
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a batch of KV events: {error}") from None
     found: list[Event] = []
-    for raw in raws:
-        event = _read(bytes(raw))
+    lost = False
+    for raw in map(bytes, raws):
+        event = _read(raw)
         if event is not None:
             found.append(event)
-    whole = rank if isinstance(rank, int) and not isinstance(rank, bool) else None
-    return Batch(found, whole, len(raws) - len(found))
+        else:
+            lost = lost or b"BlockRemoved" in raw or b"AllBlocksCleared" in raw
+    return Batch(found, len(raws) - len(found), lost)
 
 
 def _read(raw: bytes) -> Event | None:
@@ -227,7 +224,7 @@ def _store(event: Stored | StoredRow, index: BlockIndex, target: int) -> bool:
     kind = KINDS.get(event.kv_cache_spec_kind or "", Kind.FULL)
     window = event.kv_cache_spec_sliding_window or 0
     hashes: list[Any] = event.block_hashes
-    if hashes and type(hashes[0]) is not int:
+    if not all(type(each) is int for each in hashes):
         hashes = [_hash(each) for each in hashes]
     if parent is None and index.holds_all(target, hashes, _tier(event), event.group_idx or 0):
         # What a request found, told again as it wished (vLLM's ``kv_cache_report_mode``): no copies, for none will be removed.
@@ -291,7 +288,7 @@ def polled(rows: Any) -> tuple[list[Event], list[int]]:
             ids.append(row["event_id"])
         try:
             found += _POLLED.get(data.get("type"), lambda data: [])(data)
-        except (LookupError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
             continue
     return found, ids
 

@@ -54,6 +54,10 @@ class Feed:
             return Step.SKIP
         return Step.RESTARTED
 
+    def remembers(self, number: int) -> bool:
+        """Whether a batch of that number can be told from another one."""
+        return number in self._recent
+
     def skip_to(self, number: int) -> None:
         """What is missing before ``number`` cannot be had: go on with it. The history is not whole."""
         self.last = number - 1

@@ -5,6 +5,9 @@ from typing import Any
 from gateway.engines import Ask, served_models, whole
 from gateway.workers import EventSource, Facts, Load, ServedModel
 
+RANKS = 1024
+"""Data-parallel ranks of one worker that are believed."""
+
 
 class SGLang:
     """Told by ``/model_info``; everything else from ``/server_info`` and ``/v1/loads``."""
@@ -100,7 +103,7 @@ def _sources(told: Any) -> list[EventSource]:
             f"tcp://{host}:{replay + rank}" if replay else None,
             topic if isinstance(topic, str) else "",
         )
-        for rank in range(whole(told.get("dp_size")) or 1)
+        for rank in range(min(whole(told.get("dp_size")) or 1, RANKS))
     ]
 
 

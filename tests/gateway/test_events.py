@@ -398,7 +398,8 @@ async def test_a_payload_that_nobody_can_read_costs_nothing_else(gateway: Begin,
             told.append(await talk.ask(prompt := words(draws, 200), f"s{at}", 1))
             told.append(await talk.ask([*prompt, 1], f"s{at}", 1))
     assert wrong(told) == []
-    assert rungs(running) == [("exact", "events")]
+    # It may have told of blocks that are gone.
+    assert rungs(running) in ([("predicted", "unread")], [("exact", "reports_agree")])
     assert await counted(running, "warmroute_kv_events_unread_total", target=told[0].worker) == len(rubbish)
 
 

@@ -37,6 +37,7 @@ class Ladder:
         self.index = PrefixIndex(
             RadixIndex(), BlockIndex(), lambda target, before, after, why: self.moves.append((before, after, why))
         )
+        self.index.set_size(1, None)
 
     def report(
         self,
