@@ -10,7 +10,8 @@ from load_tests.engine.physics import Rates, prefill_seconds, step_seconds, unlo
 from load_tests.engine.scheduler import Scheduler, Work as WitnessWork
 from load_tests.simulate.engine import Engine, Options, Work
 
-RATES = Rates()
+# Attention dearer than any real one: otherwise nothing would tell how the steps of a run grow.
+RATES = Rates(attention=2e-6)
 BLOCK = 4
 
 
@@ -36,7 +37,7 @@ def alone(number: int, prompt: int, output: int) -> Work:
 
 
 def test_a_prompt_alone_takes_what_physics_says() -> None:
-    engine = Engine(Options(kv_tokens=100_000, block=16))
+    engine = Engine(Options(rates=RATES, kv_tokens=100_000, block=16))
     work = Work(5000, 1, range(312))
     run(engine, [(1.0, work)])
     assert work.first == work.ended == pytest.approx(1.0 + unloaded_prefill_seconds(RATES, 0, 5000, 2048))
@@ -47,7 +48,7 @@ def test_a_prompt_alone_takes_what_physics_says() -> None:
 
 
 def test_decodes_take_a_step_each_and_their_context_grows() -> None:
-    engine = Engine(Options(kv_tokens=100_000, block=16))
+    engine = Engine(Options(rates=RATES, kv_tokens=100_000, block=16))
     work = Work(1000, 11, ())
     run(engine, [(0.0, work)])
     first = unloaded_prefill_seconds(RATES, 0, 1000, 2048)
@@ -58,7 +59,7 @@ def test_decodes_take_a_step_each_and_their_context_grows() -> None:
 
 
 def test_a_prompt_that_arrives_waits_for_the_step_and_delays_the_decode() -> None:
-    engine = Engine(Options(kv_tokens=100_000, block=16))
+    engine = Engine(Options(rates=RATES, kv_tokens=100_000, block=16))
     old, new = Work(1000, 100, ()), Work(600, 1, ())
     first = unloaded_prefill_seconds(RATES, 0, 1000, 2048)
     second_step = first + step_seconds(RATES, (), 1, 1000)
@@ -108,7 +109,7 @@ def test_with_little_kv_it_does_what_the_scheduler_does_step_by_step(
     asked: list[tuple[float, int, int, int]], running: int, chunk: int
 ) -> None:
     works = [(at, alone(number, prompt, output)) for number, (at, prompt, output, _) in enumerate(asked)]
-    engine = Engine(Options(kv_tokens=24 * BLOCK, block=BLOCK, max_running=running, chunk_tokens=chunk))
+    engine = Engine(Options(rates=RATES, kv_tokens=24 * BLOCK, block=BLOCK, max_running=running, chunk_tokens=chunk))
     run(engine, works)
     twins, scheduler = witness(works, 24, BLOCK, running, chunk)
     for (_, work), twin in zip(works, twins, strict=True):
@@ -132,7 +133,7 @@ def test_with_shared_starts_it_finds_what_the_scheduler_finds(
         shared = range(group * 1000, group * 1000 + min(prompt // BLOCK, 3 * group))
         own = range((number + 10) * 1000, (number + 10) * 1000 + prompt // BLOCK - len(shared))
         works.append((at, Work(prompt, output, (*shared, *own))))
-    engine = Engine(Options(kv_tokens=4000, block=BLOCK, max_running=running, chunk_tokens=chunk))
+    engine = Engine(Options(rates=RATES, kv_tokens=4000, block=BLOCK, max_running=running, chunk_tokens=chunk))
     run(engine, works)
     twins, scheduler = witness(works, 1000, BLOCK, running, chunk)
     for (_, work), twin in zip(works, twins, strict=True):
