@@ -136,7 +136,7 @@ async def holds(prometheus: Prometheus, fleet: Fleet) -> None:
                 for series in await prometheus.ask("query", query="sum by (tier) (warmroute_target_held_tokens)")
             }
             if told["host"] == host > 0 and 0.95 * device <= told["device"] <= device:
-                assert await prometheus.value('sum(warmroute_target_belief{rung="exact"})') == len(fleet.engines)
+                assert await prometheus.value("sum(warmroute_target_belief)") == len(fleet.engines)
                 return
             await asyncio.sleep(0.2)
 

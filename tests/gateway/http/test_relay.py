@@ -430,29 +430,37 @@ def resident(pid: int) -> int:
     return 1024 * int(next(line for line in text.splitlines() if line.startswith("VmRSS")).split()[1])
 
 
-async def test_slow_a_slow_reader_of_200_mb_does_not_grow_the_gateway(scripted: StartScripted) -> None:
-    """The slow one of this file: a process of its own, read at first not at all, then in small steps, then whole."""
-    worker: Scripted = await scripted(flood)
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(str(probe.getsockname()[1]))
+async def served(url: str) -> tuple[asyncio.subprocess.Process, int]:
+    """A gateway in a process of its own that is ready, and its port. Ports that were free may be taken a moment later."""
     command = Path(__file__).parents[3] / ".venv/bin/warmroute"
-    process = await asyncio.create_subprocess_exec(
-        *(str(command), "serve", "--worker", worker.url, "--host", "127.0.0.1"),
-        *("--port", ports[0], "--admin-port", ports[1], "--policy", "round_robin"),
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        port = int(ports[0])
-        for _ in range(400):
+    for _ in range(5):
+        ports = []
+        for _ in range(2):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                ports.append(str(probe.getsockname()[1]))
+        process = await asyncio.create_subprocess_exec(
+            *(str(command), "serve", "--worker", url, "--host", "127.0.0.1"),
+            *("--port", ports[0], "--admin-port", ports[1], "--policy", "round_robin"),
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        for _ in range(1000):
+            if process.returncode is not None:
+                break
             try:
-                if (await once(port, request(path="/readyz", method="GET"))).status == 200:
-                    break
+                if (await once(int(ports[0]), request(path="/readyz", method="GET"))).status == 200:
+                    return process, int(ports[0])
             except OSError:
                 pass
             await asyncio.sleep(0.02)
+    raise AssertionError("the gateway does not start")
+
+
+async def test_slow_a_slow_reader_of_200_mb_does_not_grow_the_gateway(scripted: StartScripted) -> None:
+    """The slow one of this file: a process of its own, read at first not at all, then in small steps, then whole."""
+    worker: Scripted = await scripted(flood)
+    process, port = await served(worker.url)
+    try:
         before = resident(process.pid)
         most = 0
         async with await Raw.connect(port, receive_buffer=65536) as client:
