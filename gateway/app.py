@@ -552,7 +552,7 @@ class Gateway:
     # -- upkeep -----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Once a second: deadlines, idle sessions, breakers, slow starts."""
+        """Upkeep, twice a second: deadlines, idle sessions, breakers, slow starts."""
         now = self.clock()
         self.server.sweep(now)
         self.fleet.sweep(now)

@@ -152,6 +152,7 @@ class IndexConfig:
     """The prefix index."""
 
     max_bytes: Bytes = 512 * 1024 * 1024
+    """Of each of its two parts: what was routed, and what KV events told."""
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
         ),
         Gauge(
             "warmroute_target_holding_pages",
-            "Pages of 256 bytes that the target is believed to hold.",
+            "Pages that the target is believed to hold: 256 bytes of text, or 16 token ids.",
             lambda: [((t.name,), index.radix.pages(t.id)) for t in targets.values()],
             ("target",),
         ),

@@ -275,7 +275,7 @@ class Metrics:
 
     def _events(self) -> None:
         of = ("target",)
-        self.kv_batches = Counter("warmroute_kv_event_batches", "Batches of KV events applied.", of)
+        self.kv_batches = Counter("warmroute_kv_event_batches", "Batches of KV events taken, in order.", of)
         self.kv_stored = Counter("warmroute_kv_blocks_stored", "Blocks that KV events said were stored.", of)
         self.kv_removed = Counter("warmroute_kv_blocks_removed", "Blocks that KV events said were removed.", of)
         self.kv_unplaced = Counter(
