@@ -167,51 +167,36 @@ class BlockIndex:
             raise ValueError("token ids must be integers from 0 to 2**32 - 1") from None
         if self.full:
             return False
-        into = state.groups.get(group)
-        if into is None:
-            if tier and size != state.sizes.get(group, size):
-                return False
-            if len(state.groups) >= GROUPS or len(self._places) > PLACES + 8 * len(self._targets):
-                return False
-            into = self._group(state, group, kind, size, window)
-        elif size < into.size and not tier and not into.own[0] and (into.deep or into.size > LARGEST):
-            # The device says what a block is, not who was heard first.
-            into = self._regroup(state, group, kind, size, window)
-        if into is None or size < into.size:
-            # The last, short page of a sequence: never reused.
-            return True
-        if size > into.size:
-            if tier:
-                # A lower tier in chunks of its own: what a chunk holds cannot be told block by block.
-                return False
-            into = self._regroup(state, group, kind, size, window)
-        if not hashes:
-            return True
+        into = self._into(state, group, kind, size, window, tier)
+        if isinstance(into, bool) or not hashes:
+            return into is not False
         parent = None if parent is None else parent & PREFIX_BITS
         if into.slab is not None:
             return self._store_fine(into, hashes, parent, ids, tier, start)
         before = start if parent is None else self._find(state, into, parent, tier)
         if before is None:
             return self._copy(state, hashes, tier, group)
-        if into.stride * PAGE_TOKENS != size:
-            return True
+        if into.stride * PAGE_TOKENS == size:
+            self._store_whole(into, hashes, ids, before, tier, parent is not None)
+        return True
+
+    def _store_whole(
+        self, into: Group, hashes: Sequence[int], ids: bytes, before: int, tier: Tier, behind: bool
+    ) -> None:
+        """Blocks of whole pages, behind the prefix ``before``; ``behind``: that is a block, and not where a chain begins."""
+        size = into.size
         found = prefixes(ids[: len(ids) // (4 * size) * 4 * size], before)
         if into.stride > 1:
             found = found[into.stride - 1 :: into.stride]
         if len(found) > len(hashes):
             before = found[-len(hashes) - 1]
             found = found[-len(hashes) :]
-            parent = before
+            behind = True
         self.apply(into, hashes, found, before, tier)
-        if (
-            parent is not None
-            and not tier
-            and into.kind is Kind.FULL
-            and not self._holders.by_tier[0].get(before, 0) & into.bit
-        ):
+        full = not tier and into.kind is Kind.FULL
+        if behind and full and not self._holders.by_tier[0].get(before, 0) & into.bit:
             # What was stored lies behind a hole.
             self._holders.hole(into, before)
-        return True
 
     def apply(
         self, group: Group, hashes: Sequence[int], found: Sequence[int], before: int, tier: Tier = Tier.DEVICE
@@ -332,6 +317,28 @@ class BlockIndex:
         (state.full if kind is Kind.FULL else state.others).append(made)
         self._matcher.stale = True
         return made
+
+    def _into(self, state: Cache, group: int, kind: Kind, size: int, window: int, tier: Tier) -> Group | bool:
+        """The group that takes blocks of ``size``; false: none does, true: they are of no use and nothing is lost."""
+        into = state.groups.get(group)
+        if into is None:
+            if tier and size != state.sizes.get(group, size):
+                return False
+            if len(state.groups) >= GROUPS or len(self._places) > PLACES + 8 * len(self._targets):
+                return False
+            into = self._group(state, group, kind, size, window)
+        elif size < into.size and not tier and not into.own[0] and (into.deep or into.size > LARGEST):
+            # The device says what a block is, not who was heard first.
+            into = self._regroup(state, group, kind, size, window)
+        if into is None or size < into.size:
+            # The last, short page of a sequence: never reused.
+            return True
+        if size > into.size:
+            if tier:
+                # A lower tier in chunks of its own: what a chunk holds cannot be told block by block.
+                return False
+            into = self._regroup(state, group, kind, size, window)
+        return into
 
     def _regroup(self, state: Cache, group: int, kind: Kind, size: int, window: int) -> Group:
         """The blocks heard of so far were short ones: the group's are larger."""
