@@ -900,15 +900,23 @@ class Tiered(Blocks):
         super().__init__()
         self.tiers = tuple(Tier)
 
+    def forget_moves(self):
+        """What left the device a moment ago can be placed below it: the model knows only what is held."""
+        for cache in self.index._targets.values():
+            for group in cache.groups.values():
+                group.recalled.clear()
+
     @rule(engine=TARGET, tier=TIER, prompt=PROMPT, first=BLOCK, count=COUNT, start=START)
     def store_on(self, engine, tier, prompt, first, count, start):
         engine %= len(self.sizes)
+        self.forget_moves()
         self.put(engine, tier, keys(self.prompt(prompt), self.sizes[engine], start), first, first + count)
 
     @rule(engine=TARGET, tier=TIER, prompt=PROMPT, first=BLOCK, count=COUNT, start=START)
     def store_by_hash(self, engine, tier, prompt, first, count, start):
         """Without tokens: what is known from elsewhere is placed."""
         engine %= len(self.sizes)
+        self.forget_moves()
         some = keys(self.prompt(prompt), self.sizes[engine], start)[first : first + count]
         model = self.model(engine)
         placed = all_known(model, some)
