@@ -151,15 +151,19 @@ class Gateway:
             if route.methods and incoming.method not in route.methods:
                 raise WrongMethod(_show(incoming.path), b", ".join(route.methods).decode())
             self._exchange(incoming, client, dialect, route, request_id, started)
-        except Fault as fault:
-            self._refuse(incoming, client, dialect, request_id, fault)
-        except Exception:
-            self.defect("taking a request")
-            self._refuse(incoming, client, dialect, request_id, Internal("the gateway failed; its log says why"))
+        except Exception as error:
+            self._refuse(incoming, client, dialect, request_id, error)
 
-    def _refuse(self, incoming: Incoming, client: Inbound, dialect: Dialect, request_id: bytes, fault: Fault) -> None:
-        if not isinstance(fault, Internal):
+    def _refuse(
+        self, incoming: Incoming, client: Inbound, dialect: Dialect, request_id: bytes, error: Exception
+    ) -> None:
+        """In an except block: the request is not taken, by its fault or by ours."""
+        if isinstance(error, Fault):
+            fault = error
             self._count_refusal(fault)
+        else:
+            self.defect("taking a request")
+            fault = Internal("the gateway failed; its log says why")
         client.send(self.fault_response(dialect, fault, incoming, request_id))
         client.done()
 
@@ -181,12 +185,8 @@ class Gateway:
                         self._by_text(reading, reason)
                     try:
                         self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
-                    except Fault as fault:
-                        self._refuse(incoming, client, dialect, request_id, fault)
-                    except Exception:
-                        self.defect("taking a request")
-                        failed = Internal("the gateway failed; its log says why")
-                        self._refuse(incoming, client, dialect, request_id, failed)
+                    except Exception as error:
+                        self._refuse(incoming, client, dialect, request_id, error)
 
                 Preparing(client, made, self.preparing, then)
                 return

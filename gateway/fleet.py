@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
-from gateway.calibrate import Calibration
 from gateway.errors import Refused, WorkerFault
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.workers import Charge, Facts, Load, ServedModel, State, Target, Worker, WorkerSpec
 from policies.base import Fleet as View, Rates
+from policies.calibrate import Calibration
 
 SLOW_START = 30.0
 """Seconds in which a cold worker works its way up to its fair share."""

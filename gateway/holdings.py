@@ -257,15 +257,16 @@ class Holdings:
 
     def describe(self, model: Model) -> None:
         """What its workers say of it."""
-        model.rule = self._rule_of(model.name)
-        sizes = [worker.facts.block_size for worker in self.fleet.serving(model.name)]
+        workers = self.fleet.serving(model.name)
+        model.rule = self._rule_of(model.name, workers)
+        sizes = [worker.facts.block_size for worker in workers]
         model.fine = any(size is not None and size < PAGE_TOKENS for size in sizes)
-        listed = [served for worker in self.fleet.serving(model.name) for served in worker.facts.models]
+        listed = [served for worker in workers for served in worker.facts.models]
         model.adapter = model.name if any(s.name == model.name and s.parent is not None for s in listed) else None
 
-    def _rule_of(self, name: str) -> Rule | None:
+    def _rule_of(self, name: str, workers: Sequence[Worker]) -> Rule | None:
         """Where engines can resume a prompt, if its model is hybrid."""
-        options, workers = self.options, self.fleet.serving(name)
+        options = self.options
         if name not in options.hybrid and (name in options.anywhere or not any(w.facts.hybrid for w in workers)):
             return None
         by_kind = Rule(boundary=True) if {worker.facts.engine for worker in workers} <= {"vllm"} else Rule(ends=True)

@@ -87,15 +87,21 @@ class Pool:
             except Unrendered as error:
                 self._note(key, error.reason)
                 raise
-        if size > LARGEST:
-            raise Unrendered("too_long")
+        self.admit(size)
         busy = list(self._busy.values())
-        if self.running >= PENDING or (len(busy) >= self.threads and self.clock() - max(busy) > PATIENCE / 4):
+        if len(busy) >= self.threads and self.clock() - max(busy) > PATIENCE / 4:
             # All are at work that takes long: whoever waited now would wait in vain.
             raise Unrendered("saturated")
         if self.closed:
             raise Unrendered("closed")
         return self.share(key, asyncio.get_running_loop().run_in_executor(self._pool, self._timed, work))
+
+    def admit(self, size: int) -> None:
+        """Raises `Unrendered` for a body of ``size`` bytes that is too much, by itself or beside the others."""
+        if size > LARGEST:
+            raise Unrendered("too_long")
+        if self.running >= PENDING:
+            raise Unrendered("saturated")
 
     def _timed(self, work: Callable[[], bytes]) -> bytes:
         """In one of the threads."""
@@ -169,10 +175,7 @@ class Engines:
             return None
         if not self.breaker.allows(self.clock()):
             raise Unrendered("engine")
-        if len(body) > LARGEST:
-            raise Unrendered("too_long")
-        if self.pool.running >= PENDING:
-            raise Unrendered("saturated")
+        self.pool.admit(len(body))
         key = xxh3_128_digest(body) + self.name.encode()
         return self.pool.shared(key) or self.pool.share(key, self._tokenise(_question(self.name, kind, body)))
 
@@ -204,13 +207,19 @@ class Engines:
 ASKED = ("tools", "chat_template_kwargs", "add_special_tokens", "prompt")
 
 
-def _question(model: str, kind: str, body: bytes) -> bytes:
+def object_in(body: bytes) -> dict[str, Any]:
+    """A body that is a JSON object. Raises `Unrendered`."""
     try:
         told = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Unrendered("body") from None
     if not isinstance(told, dict):
         raise Unrendered("body")
+    return told
+
+
+def _question(model: str, kind: str, body: bytes) -> bytes:
+    told = object_in(body)
     question = {"model": model, **{name: told[name] for name in ASKED if told.get(name) is not None}}
     if kind == "chat":
         messages = told.get("messages")

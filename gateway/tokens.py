@@ -18,13 +18,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer as Fast
 from xxhash import xxh3_128_digest
 
-from gateway.preparing import Pool, Unrendered
+from gateway.preparing import Pool, Unrendered, object_in
 from gateway.templates import Template
 
 log = logging.getLogger("warmroute")
@@ -146,11 +144,11 @@ class TokenMode:
         """Raises `Unrendered`."""
         if self.template is None:
             raise Unrendered("no_template")
-        return self.tokenizer.ids(self.template.render(_object(body)))
+        return self.tokenizer.ids(self.template.render(object_in(body)))
 
     def of_text(self, body: bytes) -> bytes:
         """Raises `Unrendered`."""
-        told = _object(body)
+        told = object_in(body)
         text = told.get("prompt", told.get("text"))
         if isinstance(text, list) and len(text) == 1:
             text = text[0]
@@ -164,13 +162,3 @@ _READERS: dict[str, Callable[[TokenMode, bytes], bytes]] = {
     "completions": TokenMode.of_text,
     "generate": TokenMode.of_text,
 }
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        told = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise Unrendered("body") from None
-    if not isinstance(told, dict):
-        raise Unrendered("body")
-    return told

@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.breaker import Breaker
-from gateway.calibrate import Calibration
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.http.upstream import Pool
 from policies.base import Target as TargetView
+from policies.calibrate import Calibration
 
 UNTOLD = 20
 """Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""

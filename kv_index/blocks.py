@@ -459,13 +459,11 @@ class BlockIndex:
     def check(self) -> None:
         """Raise `AssertionError` if the maps disagree with each other. Costs everything that is held."""
         entries = 0
-        bits = [0 for _ in range(TIERS)]
         wanted: list[dict[int, int]] = [{} for _ in range(TIERS)]
         for group in self._all_groups():
             for tier in Tier:
                 entries += len(group.own[tier])
                 if group.kind is Kind.FULL:
-                    bits[tier] |= group.bit
                     for name in group.own[tier].values():
                         wanted[tier][name] = wanted[tier].get(name, 0) | group.bit
         assert entries == self.entries, f"{entries} blocks, {self.entries} counted"

@@ -98,7 +98,7 @@ class Holders:
             self.hole(group, name)
         if len(self._shared) > MEMBERS:
             self._shared.clear()
-        if len(self.links) > PRUNE + 2 * sum(map(len, self.by_tier)):
+        if len(self.links) > PRUNE + 2 * len(self):
             self.links = {
                 each: behind
                 for each, behind in self.links.items()

@@ -18,7 +18,6 @@ from kv_index.groups import Kind, Tier
 from kv_index.pages import root
 
 Hash = int | bytes
-MASK = (1 << 64) - 1
 
 TIERS = {
     None: Tier.DEVICE,
@@ -35,9 +34,7 @@ OTHER = frozenset(("encoder_only_attention", "cross_attention"))
 """Kinds of cache that prefixes do not live in."""
 
 
-class Stored(msgspec.Struct, tag="BlockStored", tag_field="type", gc=False):
-    """Blocks that follow each other were stored."""
-
+class _Stored(msgspec.Struct, gc=False):
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int]
@@ -49,16 +46,24 @@ class Stored(msgspec.Struct, tag="BlockStored", tag_field="type", gc=False):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+
+
+class _Removed(msgspec.Struct, gc=False):
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class Stored(_Stored, tag="BlockStored", tag_field="type", gc=False):
+    """Blocks that follow each other were stored."""
+
     cache_salt: str | None = None
     locality: str | None = None
 
 
-class Removed(msgspec.Struct, tag="BlockRemoved", tag_field="type", gc=False):
+class Removed(_Removed, tag="BlockRemoved", tag_field="type", gc=False):
     """Blocks were dropped, each hash one copy."""
 
-    block_hashes: list[Hash]
-    medium: str | None = None
-    group_idx: int | None = None
     locality: str | None = None
 
 
@@ -66,28 +71,12 @@ class Cleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type", gc=False
     """Nothing is held any more."""
 
 
-class StoredRow(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
+class StoredRow(_Stored, tag="BlockStored", array_like=True, gc=False):
     """`Stored` as an array."""
 
-    block_hashes: list[Hash]
-    parent_block_hash: Hash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
 
-
-class RemovedRow(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
+class RemovedRow(_Removed, tag="BlockRemoved", array_like=True, gc=False):
     """`Removed` as an array."""
-
-    block_hashes: list[Hash]
-    medium: str | None = None
-    group_idx: int | None = None
 
 
 class ClearedRow(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False):

@@ -1,8 +1,9 @@
 """What the gateway knows of a fleet, and where it sends a request: `gateway.routing` without HTTP.
 
-The policy and the index are those that ship. The rest mirrors the gateway and imports none of it: sessions with homes that
-expire, charges that end at the first byte, rates learned from idle targets, beliefs corrected by what answers report, load
-reports that are as old as the last poll. Only what the gateway could see goes in: never an engine's cache.
+The policy, the index and the learning of rates are those that ship. The rest mirrors the gateway and imports none of it:
+sessions with homes that expire, charges that end at the first byte, rates learned from idle targets, beliefs corrected by
+what answers report, load reports that are as old as the last poll. Only what the gateway could see goes in: never an
+engine's cache.
 """
 
 from collections import OrderedDict
@@ -17,9 +18,9 @@ from kv_index.blocks import BlockIndex
 from kv_index.index import DOUBTED, PrefixIndex, Report
 from kv_index.pages import SYMBOL
 from kv_index.radix import Node, RadixIndex
-from load_tests.simulate.learning import Learning
 from load_tests.simulate.traffic import Turn
 from policies.base import Fleet, Policy, Rates, Request, Target
+from policies.calibrate import Calibration
 
 IDLE = 1800.0
 """Seconds after which an unused session is forgotten, as the gateway has it by default."""
@@ -114,7 +115,7 @@ class Router:
         self.block = block
         self.answers = answers
         self.idle = idle
-        self.learning = Learning() if learn else None
+        self.learning = Calibration() if learn else None
         rates = self.learning.rates if self.learning else Rates()
         self.places = [Place(id_, rates) for id_ in range(workers)]
         self.fleet = Fleet(self.places)

@@ -73,14 +73,20 @@ def parse(lines: Iterable[str], limit: int | None = None) -> list[TracedRequest]
     ]
 
 
-def _request(number: int, line: str) -> tuple[int, TracedRequest]:
-    """Timestamp in milliseconds and request of one line."""
+def object_in(number: int, line: str) -> dict[str, Any]:
+    """A line that is a JSON object. Raises `TraceError`."""
     try:
         row = json.loads(line)
     except ValueError as error:
         raise TraceError(f"line {number}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise TraceError(f"line {number}: an object is needed, not {type(row).__name__}")
+    return row
+
+
+def _request(number: int, line: str) -> tuple[int, TracedRequest]:
+    """Timestamp in milliseconds and request of one line."""
+    row = object_in(number, line)
     at = _number(number, row, "timestamp", 0)
     size = _number(number, row, "input_length", 1)
     made = _number(number, row, "output_length", 0)

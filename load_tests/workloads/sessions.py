@@ -9,7 +9,6 @@ that have as many tokens of both, for one model.
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from random import Random
 from typing import Any
 
 from load_tests.workloads.chains import Chain, Naming, Traffic, Turn
-from load_tests.workloads.mooncake import TraceError
+from load_tests.workloads.mooncake import TraceError, object_in
 
 COARSE = 8
 """Recorded blocks that are one of ours: long prompts are many blocks, and a hit loses less than one of them."""
@@ -61,12 +60,7 @@ def parse(lines: Iterable[str], name: str, workers: int, seed: int = 0) -> Traff
 
 
 def _row(number: int, line: str) -> tuple[int, dict[str, Any]]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"line {number}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise TraceError(f"line {number}: an object is needed, not {type(row).__name__}")
+    row = object_in(number, line)
     for field, kind in (
         ("id", str),
         ("block_size", int),

@@ -8,8 +8,9 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from gateway.calibrate import Calibration
+from load_tests.engine.physics import Rates as Physics, unloaded_prefill_seconds
 from policies.base import Rates
+from policies.calibrate import Calibration
 
 TRUE = [
     Rates(base=0.03, token=5e-5, attention=2e-9),
@@ -110,3 +111,14 @@ def test_whatever_comes_the_rates_stay_within_bounds(samples: list[tuple[float, 
         learned.first_byte(*sample)
         assert sane(learned.rates)
     assert isfinite(learned.rates.prefill(100_000, 100_000))
+
+
+def test_what_an_engine_s_physics_cost_is_learned() -> None:
+    random, learned = Random(1), Calibration()
+    for number in range(400):
+        context, uncached = random.randrange(0, 50_000), random.randrange(1, 20_000)
+        seconds = unloaded_prefill_seconds(Physics(), context, context + uncached, 2048) * random.uniform(0.9, 1.3)
+        if number % 50 == 7:
+            seconds = random.choice([0.0, -1.0, 700.0])
+        learned.first_byte(uncached, context, seconds)
+    assert learned.rates.token == pytest.approx(60e-6 + 8e-3 / 2048, rel=0.25)
