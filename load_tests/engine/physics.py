@@ -12,7 +12,7 @@ chunk: it is what makes a long prompt cost more per token than a short one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Rates:
     decode: one sequence that decodes one token in the step.
     attention: one query-key pair.
     host, disk: one token whose KV is copied back from host memory or from disk.
+    handshake, transfer: bringing KV from another engine, once a request and for each token.
     """
 
     base: float = 8e-3
@@ -32,6 +33,23 @@ class Rates:
     attention: float = 1e-9
     host: float = 2e-6
     disk: float = 20e-6
+    handshake: float = 5e-3
+    transfer: float = 5e-6
+
+    def scaled(self, factor: float) -> Rates:
+        """The same engine, ``factor`` times as slow in what it computes; copying stays as fast."""
+        return replace(
+            self,
+            base=self.base * factor,
+            token=self.token * factor,
+            decode=self.decode * factor,
+            attention=self.attention * factor,
+        )
+
+
+LARGE = Rates(base=25e-3, token=330e-6, decode=0.5e-3, attention=4e-9, transfer=10e-6)
+"""A dense model of 70 billion parameters on eight accelerators of 2020, as in Mooncake's published evaluation: about 2,600
+prompt tokens a second at that trace's lengths."""
 
 
 def attention_pairs(context: int, new: int) -> float:

@@ -4,20 +4,38 @@ A running request references the blocks it found and those it fills. Blocks with
 that of one prefix the end is forgotten before the start: with that what is cached is always closed towards the root (whoever
 holds a block holds all before it), a leaf goes first, and how much of a prompt is here is found by bisection. Blocks
 without an id (partly filled, or of an answer that nobody will ask for) are only counted, and gone at the end.
+
+Below the device there may be host memory: what is evicted goes there, and stays there when it is copied back.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Move(NamedTuple):
+    """What an engine's events would tell: ``ids`` were stored behind ``parent``, or dropped."""
+
+    stored: bool
+    host: bool
+    parent: int | None
+    ids: tuple[int, ...]
 
 
 class BlockCache:
-    """Room for ``capacity`` blocks."""
+    """Room for ``capacity`` blocks, and ``host`` more below. ``told``: keep a journal of what comes and goes."""
 
-    __slots__ = ("capacity", "evicted", "idle", "private", "refs")
+    __slots__ = ("below", "capacity", "evicted", "host", "idle", "journal", "private", "refs", "states")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, host: int = 0, told: bool = False) -> None:
         self.capacity = capacity
+        self.host = host
         self.evicted = 0
+        self.below: OrderedDict[int, None] = OrderedDict()
+        """Blocks in host memory, next to go first."""
+        self.journal: list[Move] | None = [] if told else None
+        self.states: set[int] = set()
+        """Blocks at whose end a hybrid model's state is kept."""
         self.refs: dict[int, int] = {}
         """id -> requests that reference it, of all cached blocks."""
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -68,16 +86,62 @@ class BlockCache:
             return False
         self.private += blocks
         over = len(self.refs) + self.private - self.capacity
-        for _ in range(over):
-            id_, _ = self.idle.popitem(last=False)
-            del self.refs[id_]
-        self.evicted += max(0, over)
+        if over > 0:
+            self._evict(over)
         return True
 
-    def publish(self, ids: Sequence[int]) -> None:
-        """Blocks that were taken are filled now. One that was filled by somebody else meanwhile is shared, not doubled:
-        otherwise what is behind it could outlive it."""
+    def _evict(self, blocks: int) -> None:
+        gone = []
+        for _ in range(blocks):
+            id_, _ = self.idle.popitem(last=False)
+            del self.refs[id_]
+            gone.append(id_)
+        self.evicted += blocks
+        if self.states:
+            self.states.difference_update(gone)
+        if self.journal is not None:
+            self.journal.append(Move(False, False, None, tuple(gone)))
+        if self.host:
+            self._offload(gone)
+
+    def _offload(self, ids: Sequence[int]) -> None:
+        """A tail was evicted before its start, and is forgotten before it here too."""
+        below = self.below
+        for id_ in ids:
+            below[id_] = None
+            below.move_to_end(id_)
+        gone = [below.popitem(last=False)[0] for _ in range(len(below) - self.host)]
+        if self.journal is not None:
+            kept = tuple(id_ for id_ in ids if id_ in below)
+            if kept:
+                self.journal.append(Move(True, True, None, kept))
+            if gone:
+                self.journal.append(Move(False, True, None, tuple(gone)))
+
+    def found_below(self, ids: Sequence[int], hit: int, most: int) -> int:
+        """How many blocks behind the first ``hit`` of ``ids`` are in host memory without a gap."""
+        at, end = hit, min(most, len(ids))
+        while at < end and ids[at] in self.below:
+            at += 1
+        return at - hit
+
+    def resumable(self, ids: Sequence[int], depth: int) -> int:
+        """The deepest of the first ``depth`` blocks at whose end a state is kept."""
+        states = self.states
+        while depth and ids[depth - 1] not in states:
+            depth -= 1
+        return depth
+
+    def publish(self, ids: Sequence[int], parent: int | None = None) -> None:
+        """Blocks behind ``parent`` that were taken are filled now. One that was filled by somebody else meanwhile is shared,
+        not doubled: otherwise what is behind it could outlive it."""
         refs, idle = self.refs, self.idle
+        if self.journal is not None:
+            new = [at for at, id_ in enumerate(ids) if id_ not in refs]
+            if new:
+                # Whoever holds a block holds all before it: what is new is one run, up to the end.
+                first = new[0]
+                self.journal.append(Move(True, False, ids[first - 1] if first else parent, tuple(ids[first:])))
         for id_ in ids:
             count = refs.get(id_)
             if count is None:

@@ -16,19 +16,24 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
+from kv_index.checkpoints import Rule
 from load_tests.engine.physics import Rates, step_seconds
 from load_tests.simulate.cache import BlockCache
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One engine's size, in tokens."""
+    """One engine's size, in tokens. ``states``: where a hybrid model keeps its state, to the block before; ``events``: it
+    tells what its cache holds."""
 
     kv_tokens: int = 500_000
     block: int = 16
     max_running: int = 64
     chunk_tokens: int = 2048
     rates: Rates = field(default_factory=Rates)
+    host_tokens: int = 0
+    states: Rule | None = None
+    events: bool = False
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.kv_tokens < self.block:
@@ -45,6 +50,10 @@ class Work:
     output: int
     ids: Sequence[int]
     owner: Any = None
+    transferred: bool = False
+    """Its prompt's KV comes from another engine."""
+    kept: str | None = None
+    """Whose KV it goes on from and leaves for the next one, as a streaming session does; ``None``: nobody's."""
     cached: int | None = None
     """The hit, counted at first admission."""
     computed: int = 0
@@ -83,7 +92,10 @@ class Engine:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.cache = BlockCache(options.kv_tokens // options.block)
+        size = options.block
+        self.cache = BlockCache(options.kv_tokens // size, options.host_tokens // size, options.events)
+        self.held: dict[str, tuple[Sequence[int], int]] = {}
+        """What streaming sessions keep between their turns: ids and blocks without one, the one that rests longest first."""
         self.totals = Totals()
         self.waiting: deque[Work] = deque()
         self.decoding: list[Work] = []
@@ -96,6 +108,8 @@ class Engine:
         self._steps = 0
         self._first_step = 0.0
         self._growth = 0.0
+        self._restoring = 0.0
+        """Seconds that the next step takes longer for what is copied back from host memory."""
 
     @property
     def running(self) -> int:
@@ -137,6 +151,8 @@ class Engine:
             if work.first is None:
                 work.first = now
                 begun.append(work)
+                if self.options.states is not None:
+                    self._keep_states(work, work.prompt, work.cached or 0)
             if work.emitted < work.output:
                 work.emitted += 1
                 self.totals.generated += 1
@@ -146,6 +162,8 @@ class Engine:
                 ended.append(work)
         for work in ended:
             work.ended = now
+            if self.options.states is not None:
+                self._keep_states(work, work.computed, work.prompt)
             self._close(work)
         self.totals.finished += len(ended)
         self._plan(now)
@@ -195,12 +213,13 @@ class Engine:
     def _measure(self, now: float) -> None:
         """What the next step takes, and how much more each after it."""
         rates = self.options.rates
+        restoring, self._restoring = self._restoring, 0.0
         # One last token to compute again after a preemption is a decode like others.
         single = [work.computed for work, new in self.chunks if new == 1 and work.emitted]
         chunks = [(work.computed, new) for work, new in self.chunks if new > 1 or not work.emitted]
         contexts = sum([work.computed for work in self.decoding]) + sum(single)
         self._began = now
-        self._first_step = step_seconds(rates, chunks, len(self.decoding) + len(single), contexts)
+        self._first_step = restoring + step_seconds(rates, chunks, len(self.decoding) + len(single), contexts)
         self._growth = rates.attention * len(self.decoding)
 
     def _make_room(self) -> bool:
@@ -219,12 +238,19 @@ class Engine:
         running = len(self.decoding) + len(self.chunks)
         while self.waiting and budget > 0 and running < options.max_running:
             work = self.waiting[0]
-            hit = cache.match(work.ids, (work.tokens - 1) // options.block)
-            cached = hit * options.block
+            if work.kept is not None:
+                self._resume(work.kept)
+            hit, restored = self._hit(work)
+            cached = (hit + restored) * options.block
+            if work.transferred:
+                cached = work.tokens - 1
             new = min(work.tokens - cached, budget)
             blocks = -(-(cached + new) // options.block)
-            if not cache.open(work.ids, hit, blocks):
-                return
+            while not cache.open(work.ids, hit, blocks):
+                if not self.held:
+                    return
+                self._resume(next(iter(self.held)))
+            self._restoring += restored * options.block * options.rates.host
             self.waiting.popleft()
             work.computed, work.blocks, work.published = cached, blocks, hit
             self._publish(work, cached + new)
@@ -232,6 +258,16 @@ class Engine:
             self.chunks.append((work, new))
             running += 1
             budget -= new
+
+    def _hit(self, work: Work) -> tuple[int, int]:
+        """Blocks of the prompt that are on the device, and those behind them that can be brought back to it."""
+        cache, most = self.cache, (work.tokens - 1) // self.options.block
+        hit = cache.match(work.ids, most)
+        restored = cache.found_below(work.ids, hit, most) if cache.below and not work.transferred else 0
+        if self.options.states is not None and not work.transferred:
+            usable = cache.resumable(work.ids, hit + restored)
+            hit, restored = min(hit, usable), max(0, usable - hit)
+        return hit, restored
 
     def _count(self, work: Work, cached: int) -> None:
         if work.cached is not None:
@@ -293,8 +329,10 @@ class Engine:
         """Room for the first ``upto`` tokens; False, unchanged, if there is none."""
         missing = -(-upto // self.options.block) - work.blocks
         if missing > 0:
-            if not self.cache.take(missing):
-                return False
+            while not self.cache.take(missing):
+                if not self.held:
+                    return False
+                self._resume(next(iter(self.held)))
             work.blocks += missing
         self._publish(work, upto)
         return True
@@ -303,9 +341,39 @@ class Engine:
         """As in vLLM a block can be found from when the step that fills it is scheduled."""
         full = min(upto // self.options.block, len(work.ids))
         if full > work.published:
-            self.cache.publish(work.ids[work.published : full])
+            parent = work.ids[work.published - 1] if work.published else None
+            self.cache.publish(work.ids[work.published : full], parent)
             work.published = full
 
+    def _keep_states(self, work: Work, tokens: int, shared: int) -> None:
+        assert self.options.states is not None
+        for at in self.options.states.positions(tokens, self.options.block, shared):
+            block = at // self.options.block
+            if 0 < block <= work.published:
+                self.cache.states.add(work.ids[block - 1])
+
     def _close(self, work: Work) -> None:
-        self.cache.close(work.ids[: work.published], work.blocks - work.published)
+        ids, private = work.ids[: work.published], work.blocks - work.published
         work.blocks = work.published = 0
+        if work.kept is not None and work.ended is not None and work.kept not in self.held:
+            self.held[work.kept] = (ids, private)
+        else:
+            self.cache.close(ids, private)
+
+    def _resume(self, session: str) -> None:
+        """What ``session`` kept is as any other KV again."""
+        kept = self.held.pop(session, None)
+        if kept is not None:
+            self.cache.close(*kept)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def left(self, session: str) -> None:
+        """``session`` is over."""
+        self._resume(session)
+
+    @property
+    def unfinished(self) -> list[Work]:
+        """Everything that runs or waits, in order of arrival."""
+        running = [*self.decoding, *[work for work, _ in self.chunks]]
+        return sorted([*running, *self.waiting], key=lambda work: work.arrived)

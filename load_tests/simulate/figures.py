@@ -10,9 +10,7 @@ def row(outcome: Outcome, ceiling: float) -> dict[str, Any]:
     """One policy's figures; ``None`` where nothing tells them."""
     asked = outcome.asked
     ttft = sorted(each.first - each.arrived for each in asked)
-    pace = sorted(
-        (each.ended - each.first) / (output - 1) for each in asked if (output := each.chain.turns[each.turn].output) > 1
-    )
+    pace = sorted((each.ended - each.first) / (output - 1) for each in asked if (output := each.asks.output) > 1)
     begun: dict[str, float] = {}
     ended: dict[str, float] = {}
     workers: dict[str, int] = {}

@@ -1,21 +1,23 @@
 """The clock: requests that arrive, engines whose runs end, and the router between them.
 
 Events happen in order of time, those of one time in order of being planned, so that a seed tells everything. A request
-reaches its engine and a token its client at once: a network would add the same to all policies.
+reaches its engine and a token its client at once: a network would add the same to all policies. A request whose engine
+dies is sent again, to another.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from math import inf
 from random import Random
 
+from load_tests.simulate.cache import Move
+from load_tests.simulate.conditions import Change, Conditions, Fate
 from load_tests.simulate.engine import Engine, Options, Work
-from load_tests.simulate.router import Router, Sent
-from load_tests.simulate.traffic import Chain, Traffic
+from load_tests.simulate.places import Sent
+from load_tests.simulate.router import Router
+from load_tests.simulate.traffic import Chain, Traffic, Turn
 from policies.base import Policy
-
-POLL = 1.0
-"""Seconds between two load reports, which is how stale the router's last one may be."""
 
 
 class BadTraffic(ValueError):
@@ -24,17 +26,28 @@ class BadTraffic(ValueError):
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """One request of a chain, from its arrival to its end. Seconds."""
+    """One request of a chain, from its arrival to its end. Seconds; infinite until it happens."""
 
     chain: Chain
+    place: int
+    """Of its chain in the traffic."""
     turn: int
     arrived: float
+    router: Router
     sent: Sent
     worker: int
-    router: Router
-    first: float = 0.0
-    ended: float = 0.0
+    decoder: int | None = None
+    """Who generates, if that is somebody else."""
+    first: float = inf
+    ended: float = inf
     cached: int = 0
+    again: int = 0
+    """How often it had to be sent again."""
+
+    @property
+    def asks(self) -> Turn:
+        """What is asked."""
+        return self.chain.turns[self.turn]
 
 
 @dataclass(slots=True)
@@ -44,6 +57,8 @@ class Outcome:
     policy: str
     engines: list[Engine]
     routers: list[Router]
+    prefill: int = 0
+    """So many of the engines only compute prompts; 0: all do both."""
     asked: list[Asked] = field(default_factory=list)
     """In order of arrival."""
     seconds: float = 0.0
@@ -51,90 +66,220 @@ class Outcome:
 
 
 class Simulation:
-    """One traffic on one fleet under one policy; `run` it once. ``routers``: gateways that share the fleet and tell each other
-    nothing: each request comes to any of them, and what the others have in flight is known from load reports alone."""
+    """One traffic on one fleet under one policy; `run` it once."""
 
     def __init__(
-        self, traffic: Traffic, policy: Policy, workers: int, options: Options, *, seed: int = 0, routers: int = 1
+        self,
+        traffic: Traffic,
+        policy: Policy,
+        workers: int,
+        options: Options,
+        *,
+        seed: int = 0,
+        conditions: Conditions | None = None,
+        learn: bool = True,
     ) -> None:
-        if workers < 1 or routers < 1:
-            raise ValueError(f"workers and routers must be at least 1, not {workers} and {routers}")
+        self.conditions = conditions = conditions or Conditions()
+        if workers < 1 or not 0 <= conditions.prefill < max(workers, 1):
+            raise ValueError(
+                f"workers must be at least 1, and some must be left to generate, not {workers} and {conditions.prefill}"
+            )
         if options.block != traffic.block:
             raise ValueError(f"block must be that of the traffic, {traffic.block}, not {options.block}")
         check(traffic, options)
         self.traffic = traffic
-        self.engines = [Engine(options) for _ in range(workers)]
+        rates = options.rates
+        self._options = [
+            replace(options, events=conditions.events, rates=rates.scaled(1 / conditions.speeds.get(number, 1.0)))
+            for number in range(workers)
+        ]
+        self.engines = [Engine(each) for each in self._options]
+        self._told = range(workers - conditions.silent if conditions.events else 0)
         answers = any(turn.after for chain in traffic.chains for turn in chain.turns)
         self.routers = [
             Router(
-                policy, workers, block=options.block, kv_tokens=options.kv_tokens, seed=seed + number, answers=answers
+                policy, workers, options, conditions, told=self._told, seed=seed + number, answers=answers, learn=learn
             )
-            for number in range(routers)
+            for number in range(conditions.routers)
         ]
         self._random = Random(seed)
         self._asked: list[Asked] = []
-        self._events: list[tuple[float, int, int, Chain | None]] = []
-        """(time, order, turn or engine, the turn's chain or ``None`` for an engine)."""
+        self._events: list[tuple[float, int, Callable[[float], int]]] = []
+        """(time, order, what happens; it returns how many requests ended)."""
         self._order = 0
         self._polled = 0.0
+        self._followers: dict[tuple[int, int], list[int]] = {}
+        self._over: set[int] = set()
+        self._waiting: dict[int, list[tuple[int, int]]] = {}
+        """Chain that must end -> (chain, turn) that wait for it."""
 
     def run(self, tick: Callable[[int], None] = lambda done: None) -> Outcome:
         """Until everything is answered; ``tick`` gets the number of answers after each."""
-        for each in self.traffic.chains:
-            self._later(each.at, 0, each)
+        for change in self.conditions.changes:
+            self._at(change.at, lambda now, change=change: self._change(change, now))  # type: ignore[misc]
+        for place, chain in enumerate(self.traffic.chains):
+            if chain.follows is None:
+                self._arrival(chain.at, place, 0)
+            else:
+                self._followers.setdefault(chain.follows, []).append(place)
         now, done = 0.0, 0
         while self._events:
-            now, _, number, chain = heappop(self._events)
-            if now - self._polled >= POLL:
+            now, _, happens = heappop(self._events)
+            if now - self._polled >= self.conditions.poll:
                 self._poll(now)
-            if chain is not None:
-                self._arrive(chain, number, now)
-            elif self.engines[number].due == now:
-                ended = self._advance(number, now)
-                if ended:
-                    done += ended
-                    tick(done)
-        return Outcome(self.routers[0].policy.name, self.engines, self.routers, self._asked, now)
+            ended = happens(now)
+            if ended:
+                done += ended
+                tick(done)
+        policy = self.routers[0].policy.name
+        return Outcome(policy, self.engines, self.routers, self.conditions.prefill, self._asked, now)
 
-    def _later(self, at: float, number: int, chain: Chain | None) -> None:
+    def _at(self, at: float, happens: Callable[[float], int]) -> None:
         self._order += 1
-        heappush(self._events, (at, self._order, number, chain))
-
-    def _arrive(self, chain: Chain, number: int, now: float) -> None:
-        turn = chain.turns[number]
-        router = self.routers[0] if len(self.routers) == 1 else self._random.choice(self.routers)
-        sent = router.send(turn, chain.session, now)
-        asked = Asked(chain, number, now, sent, sent.target, router)
-        self._asked.append(asked)
-        ids = (*turn.blocks, *turn.after) if turn.after else turn.blocks
-        engine = self.engines[sent.target]
-        before = engine.due
-        engine.submit(Work(turn.tokens, turn.output, ids, asked), now)
-        if engine.due is not None and engine.due != before:
-            self._later(engine.due, sent.target, None)
-
-    def _advance(self, number: int, now: float) -> int:
-        engine = self.engines[number]
-        begun, ended = engine.advance()
-        for work in begun:
-            work.owner.first = now
-            work.owner.router.begun(work.owner.sent, now)
-        for work in ended:
-            asked: Asked = work.owner
-            asked.ended, asked.cached = now, work.cached or 0
-            asked.router.ended(asked.sent, asked.cached, now)
-            following = asked.turn + 1
-            if following < len(asked.chain.turns):
-                self._later(now + asked.chain.turns[following].think, following, asked.chain)
-        if engine.due is not None:
-            self._later(engine.due, number, None)
-        return len(ended)
+        heappush(self._events, (at, self._order, happens))
 
     def _poll(self, now: float) -> None:
         self._polled = now
         loads = [engine.load for engine in self.engines]
         for router in self.routers:
-            router.polled(loads)
+            router.polled(loads, now)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _arrival(self, at: float, place: int, turn: int) -> None:
+        self._at(at, lambda now: self._arrive(place, turn, now))
+
+    def _arrive(self, place: int, number: int, now: float) -> int:
+        chain = self.traffic.chains[place]
+        router = self.routers[0] if len(self.routers) == 1 else self._random.choice(self.routers)
+        sent = router.send(chain.turns[number], chain.session if self.conditions.named else None, now)
+        asked = Asked(chain, place, number, now, router, sent, sent.target)
+        self._asked.append(asked)
+        self._submit(asked, now)
+        return 0
+
+    def _submit(self, asked: Asked, now: float) -> None:
+        turn = asked.asks
+        alone = self.conditions.prefill == 0
+        ids = (*turn.blocks, *turn.after) if turn.after and alone else turn.blocks
+        work = Work(turn.tokens, turn.output if alone else 1, ids, asked)
+        if self.conditions.held:
+            work.kept = asked.chain.session
+        self._give(asked.worker, work, now)
+
+    def _give(self, worker: int, work: Work, now: float) -> None:
+        engine = self.engines[worker]
+        before = engine.due
+        engine.submit(work, now)
+        if engine.due != before:
+            self._run(worker, now)
+
+    def _run(self, worker: int, now: float) -> None:
+        """The engine's present run ends when it says; until then its events are told."""
+        engine = self.engines[worker]
+        if engine.due is not None:
+            self._at(engine.due, lambda now: self._advance(worker, engine, now))
+        journal = engine.cache.journal
+        if journal:
+            told, engine.cache.journal = journal, []
+            if worker in self._told:
+                self._at(now + self.conditions.lag, lambda now: self._tell(worker, engine, told))
+
+    def _tell(self, worker: int, engine: Engine, told: list[Move]) -> int:
+        if self.engines[worker] is engine:
+            for router in self.routers:
+                router.heard(worker, told)
+        return 0
+
+    def _advance(self, worker: int, engine: Engine, now: float) -> int:
+        if engine.due != now or self.engines[worker] is not engine:
+            return 0
+        begun, ended = engine.advance()
+        whole = self.conditions.prefill == 0
+        for work in begun:
+            asked: Asked = work.owner
+            if whole or work.transferred:
+                if asked.first == inf:
+                    asked.first = now
+                asked.router.begun(asked.sent, now)
+        done = 0
+        for work in ended:
+            if whole or work.transferred:
+                self._end(work.owner, work, now)
+                done += 1
+            else:
+                self._transfer(work.owner, work, now)
+        self._run(worker, now)
+        return done
+
+    def _transfer(self, asked: Asked, work: Work, now: float) -> None:
+        """The prompt is computed; its KV goes to an engine that generates, as far as it is not there."""
+        turn = asked.asks
+        asked.cached = work.cached or 0
+        asked.decoder = asked.router.handed(asked.sent, now)
+        ids = (*turn.blocks, *turn.after) if turn.after else turn.blocks
+        engine = self.engines[asked.decoder]
+        held = engine.cache.match(ids, len(turn.blocks)) * engine.options.block
+        moved = Work(turn.tokens, turn.output, ids, asked, transferred=True)
+        decoder = asked.decoder
+        rates = engine.options.rates
+        seconds = rates.handshake + (turn.tokens - held) * rates.transfer
+
+        def arrived(now: float) -> int:
+            self._give(decoder, moved, now)
+            return 0
+
+        self._at(now + seconds, arrived)
+
+    def _end(self, asked: Asked, work: Work, now: float) -> None:
+        asked.ended = now
+        if not work.transferred:
+            asked.cached = work.cached or 0
+        asked.router.ended(asked.sent, asked.cached, now)
+        following = asked.turn + 1
+        for place in self._followers.get((asked.place, asked.turn), ()):
+            self._next(place, 0, now)
+        if following < len(asked.chain.turns):
+            self._next(asked.place, following, now)
+            return
+        self._over.add(asked.place)
+        if asked.chain.session is not None and self.conditions.held:
+            self.engines[asked.worker].left(asked.chain.session)
+        for place, number in self._waiting.pop(asked.place, ()):
+            self._next(place, number, now)
+
+    def _next(self, place: int, number: int, now: float) -> None:
+        """The turn comes its think time (a chain that follows: its delay) after everything that it awaits."""
+        chain = self.traffic.chains[place]
+        turn = chain.turns[number]
+        for other in turn.awaits:
+            if other not in self._over:
+                self._waiting.setdefault(other, []).append((place, number))
+                return
+        self._arrival(now + (turn.think if number else chain.at), place, number)
+
+    # -- engines ----------------------------------------------------------------------------------------------------
+
+    def _change(self, change: Change, now: float) -> int:
+        worker = change.worker
+        if change.fate is Fate.JOINS:
+            for router in self.routers:
+                router.joined(worker, now)
+            return 0
+        lost = self.engines[worker].unfinished
+        totals = self.engines[worker].totals
+        self.engines[worker] = Engine(self._options[worker])
+        # What it did stays counted.
+        self.engines[worker].totals = totals
+        for router in self.routers:
+            router.died(worker)
+        for work in lost:
+            asked: Asked = work.owner
+            asked.router.failed(asked.sent)
+            asked.sent = asked.router.send(asked.asks, asked.chain.session if self.conditions.named else None, now)
+            asked.worker, asked.again = asked.sent.target, asked.again + 1
+            self._submit(asked, now)
+        return 0
 
 
 def check(traffic: Traffic, options: Options) -> None:

@@ -31,7 +31,11 @@ class Turn(Protocol):
 
     @property
     def think(self) -> float:
-        """Seconds after the end of the turn before it."""
+        """Seconds after the end of the turn before it, and of the chains that it awaits."""
+
+    @property
+    def awaits(self) -> Sequence[int]:
+        """Places of chains in the traffic that must have ended before."""
 
 
 class Chain(Protocol):
@@ -39,7 +43,11 @@ class Chain(Protocol):
 
     @property
     def at(self) -> float:
-        """When the first begins, in seconds."""
+        """When the first begins, in seconds: since the traffic's begin, or since the end of what it follows."""
+
+    @property
+    def follows(self) -> tuple[int, int] | None:
+        """The turn that must have ended before: its chain's place in the traffic, and its number there."""
 
     @property
     def turns(self) -> Sequence[Turn]:

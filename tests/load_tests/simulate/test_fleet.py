@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from load_tests.simulate.conditions import Conditions
 from load_tests.simulate.engine import Options
 from load_tests.simulate.figures import row
 from load_tests.simulate.fleet import BadTraffic, Outcome, Simulation
@@ -171,12 +172,14 @@ def test_a_thousand_engines() -> None:
 
 def test_gateways_that_share_a_fleet_see_each_other_by_load_reports_alone() -> None:
     traffic = GENERATORS["load"](4, 1).limited(600)
-    simulation = Simulation(traffic, load("least_load"), 4, Options(block=traffic.block), routers=3)
+    simulation = Simulation(
+        traffic, load("least_load"), 4, Options(block=traffic.block), conditions=Conditions(routers=3)
+    )
     seen: list[float] = []
     tick = simulation.routers[0].polled
 
-    def polled(loads: Any) -> None:
-        tick(loads)
+    def polled(loads: Any, now: float) -> None:
+        tick(loads, now)
         for place, (running, waiting) in zip(simulation.routers[0].places, loads, strict=True):
             assert place.foreign == max(0, running + waiting - place.running)
             seen.append(place.foreign)

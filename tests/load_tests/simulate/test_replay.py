@@ -104,7 +104,7 @@ def test_traces_are_looked_for_in_their_folder(
     ("arguments", "message"),
     [
         (["nothing.jsonl"], "TRACE 'nothing.jsonl' is no file"),
-        (["nothing.jsonl"], "generators: agents, documents, load, universal"),
+        (["nothing.jsonl"], "generators: agents, causal, chat, documents, "),
         (["load", "--policy", "best"], "--policy: no policy is called 'best'; there are: "),
         (["load", "--policy", ","], "--policy names no policy"),
         (["load", "--kv-tokens", "100"], "kv_tokens must be at least one block of 128 tokens, not 100"),

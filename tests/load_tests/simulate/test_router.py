@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from load_tests.simulate.engine import Options
 from load_tests.simulate.router import Router
 from load_tests.workloads.chains import Turn
 from policies.base import ByLoad, Choice, Fleet, Rates, Request
@@ -35,7 +36,7 @@ def policy() -> Told:
 
 @pytest.fixture
 def router(policy: Told) -> Router:
-    return Router(policy, 3, block=BLOCK, kv_tokens=100 * BLOCK)
+    return Router(policy, 3, Options(kv_tokens=100 * BLOCK, block=BLOCK))
 
 
 def turn(blocks: int, first: int = 0, output: int = 10) -> Turn:

@@ -1,0 +1,99 @@
+"""What a simulated gateway keeps: targets with their charges, sessions, requests in flight, and what was decided."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kv_index.radix import Node
+from load_tests.simulate.traffic import Turn
+from policies.base import Rates, Request, Target
+
+
+class Place(Target):
+    """One target with its charges."""
+
+    __slots__ = ("charged", "queued", "since")
+
+    def __init__(self, id: int, rates: Rates) -> None:
+        super().__init__(id=id, name=f"worker-{id}", rates=rates)
+        self.charged = 0.0
+        self.queued = 0.0
+        self.since: float | None = None
+        """When it joined a fleet at work; ``None``: it was there from the beginning."""
+
+    def recount(self) -> None:
+        """An idle target is exactly idle, so that idle targets tie."""
+        if not self.running:
+            self.charged = 0.0
+            self.busy = self.foreign
+        self.wait = self.charged + self.queued
+
+    def emptied(self) -> None:
+        """Its engine died, and everything on it."""
+        self.running, self.foreign, self.queued = 0, 0.0, 0.0
+        self.recount()
+
+
+@dataclass(slots=True)
+class Asking(Request):
+    """A request, with what only policies of the simulation may read."""
+
+    turn: Turn | None = None
+    """What is asked: its blocks stand for a prompt's text."""
+    name: str | None = None
+    """The session's name, as the client sends it."""
+    exact: Mapping[int, int] = field(default_factory=dict)
+    """What engines' events alone tell of holdings."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A chain of requests as the gateway knows it."""
+
+    hash: int
+    home: int | None = None
+    running: int = 0
+    used: float = 0.0
+    sent: float = 0.0
+    sent_to: int | None = None
+    symbols: bytes = b""
+    tokens: int | None = None
+    tail: int = 0
+    """Tokens generated behind its last prompt, at ``tail_at``."""
+    tail_at: int | None = None
+    ended: float = 0.0
+    awaits: int = 0
+    """How many blocks its last target's events must have told of for its last answer to be among them."""
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """One request in flight."""
+
+    target: int
+    turn: Turn
+    at: float
+    reason: str
+    session: Session | None
+    home_before: int | None
+    seconds: float
+    alone: bool
+    depths: Mapping[int, int] = field(default_factory=dict)
+    predicted: int | None = None
+    routed: int = 0
+    shadow: int | None = None
+    """What events alone predicted."""
+    stored: int | None = None
+    used: float | None = None
+    symbols: bytes = b""
+    pin: Node | None = None
+    first: float | None = None
+    decoder: int | None = None
+
+
+@dataclass(slots=True)
+class Decisions:
+    """What the router decided so far."""
+
+    reasons: dict[str, int] = field(default_factory=dict)
+    rehomed: int = 0
+    """Times that a session's home changed."""
