@@ -171,6 +171,10 @@ class Beliefs:
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
+    def filled(self, target: int) -> float:
+        """Share of its cache that is believed to be in use."""
+        return self.index.radix.pages(target) * self.block / self.options.kv_tokens
+
     def heard(self, target: int, told: Sequence[Move]) -> None:
         """Events of ``target``."""
         blocks = self.index.blocks

@@ -25,7 +25,7 @@ class Move(NamedTuple):
 class BlockCache:
     """Room for ``capacity`` blocks, and ``host`` more below. ``told``: keep a journal of what comes and goes."""
 
-    __slots__ = ("below", "capacity", "evicted", "host", "idle", "journal", "private", "refs", "states")
+    __slots__ = ("_writes", "below", "capacity", "evicted", "host", "idle", "journal", "private", "refs", "states")
 
     def __init__(self, capacity: int, host: int = 0, told: bool = False) -> None:
         self.capacity = capacity
@@ -34,6 +34,7 @@ class BlockCache:
         self.below: OrderedDict[int, None] = OrderedDict()
         """Blocks in host memory, next to go first."""
         self.journal: list[Move] | None = [] if told else None
+        self._writes = False
         self.states: set[int] = set()
         """Blocks at whose end a hybrid model's state is kept."""
         self.refs: dict[int, int] = {}
@@ -42,6 +43,11 @@ class BlockCache:
         """Cached blocks that nobody references, next to go first."""
         self.private = 0
         """Blocks in use that have no id."""
+
+    def share(self, everything: OrderedDict[int, None]) -> None:
+        """From now on ``everything`` that was ever filled, here or by others who share it, can be copied from below."""
+        self.below = everything
+        self._writes = True
 
     @property
     def used(self) -> int:
@@ -142,6 +148,8 @@ class BlockCache:
                 # Whoever holds a block holds all before it: what is new is one run, up to the end.
                 first = new[0]
                 self.journal.append(Move(True, False, ids[first - 1] if first else parent, tuple(ids[first:])))
+        if self._writes:
+            self.below.update(dict.fromkeys(ids))
         for id_ in ids:
             count = refs.get(id_)
             if count is None:

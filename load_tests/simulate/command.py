@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from load_tests.simulate.baselines import BASELINES
 from load_tests.simulate.engine import Options
 from load_tests.simulate.figures import row
 from load_tests.simulate.fleet import Simulation, check
@@ -24,13 +25,15 @@ class BadRequest(ValueError):
 
 
 def policies(names: str) -> dict[str, Policy]:
-    """Of a list with commas. Raises `BadRequest`."""
+    """Of a list with commas: ours, and `BASELINES`. Raises `BadRequest`."""
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not wanted:
         raise BadRequest("--policy names no policy; give one or more, like --policy round_robin,cache_aware")
     try:
-        return {name: load(name) for name in wanted}
-    except (UnknownPolicy, BadOption) as error:
+        return {name: BASELINES[name]() if name in BASELINES else load(name) for name in wanted}
+    except UnknownPolicy as error:
+        raise BadRequest(f"--policy: {error}; and to compare with: {', '.join(sorted(BASELINES))}") from None
+    except BadOption as error:
         raise BadRequest(f"--policy: {error}") from None
 
 

@@ -5,6 +5,7 @@ reaches its engine and a token its client at once: a network would add the same 
 dies is sent again, to another.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -14,7 +15,7 @@ from random import Random
 from load_tests.simulate.cache import Move
 from load_tests.simulate.conditions import Change, Conditions, Fate
 from load_tests.simulate.engine import Engine, Options, Work
-from load_tests.simulate.places import Sent
+from load_tests.simulate.places import Reported, Sent
 from load_tests.simulate.router import Router
 from load_tests.simulate.traffic import Chain, Traffic, Turn
 from policies.base import Policy
@@ -94,6 +95,10 @@ class Simulation:
             for number in range(workers)
         ]
         self.engines = [Engine(each) for each in self._options]
+        if getattr(policy, "shares_everything", False):
+            everything: OrderedDict[int, None] = OrderedDict()
+            for engine in self.engines:
+                engine.cache.share(everything)
         self._told = range(workers - conditions.silent if conditions.events else 0)
         answers = any(turn.after for chain in traffic.chains for turn in chain.turns)
         self.routers = [
@@ -140,7 +145,7 @@ class Simulation:
 
     def _poll(self, now: float) -> None:
         self._polled = now
-        loads = [engine.load for engine in self.engines]
+        loads = [Reported(*engine.load, engine.cache.used / engine.cache.capacity) for engine in self.engines]
         for router in self.routers:
             router.polled(loads, now)
 

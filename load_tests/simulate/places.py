@@ -2,16 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kv_index.radix import Node
 from load_tests.simulate.traffic import Turn
 from policies.base import Rates, Request, Target
 
 
-class Place(Target):
-    """One target with its charges."""
+class Reported(NamedTuple):
+    """What an engine said of itself at the last poll."""
 
-    __slots__ = ("charged", "queued", "since")
+    running: int = 0
+    waiting: int = 0
+    used: float = 0.0
+    """Share of its KV cache that running requests have."""
+
+
+class Place(Target):
+    """One target with its charges, and what other routers' rules count."""
+
+    __slots__ = ("active", "charged", "filled", "pending", "queued", "reported", "reused", "since")
 
     def __init__(self, id: int, rates: Rates) -> None:
         super().__init__(id=id, name=f"worker-{id}", rates=rates)
@@ -19,6 +29,15 @@ class Place(Target):
         self.queued = 0.0
         self.since: float | None = None
         """When it joined a fleet at work; ``None``: it was there from the beginning."""
+        self.pending = 0
+        """Uncached tokens of prompts that have not begun to answer."""
+        self.active = 0
+        """Prompt tokens of requests in flight."""
+        self.reported = Reported()
+        self.filled = 0.0
+        """Share of its cache that is believed to be in use."""
+        self.reused = 0.0
+        """Share of recent prompts' tokens that it found cached."""
 
     def recount(self) -> None:
         """An idle target is exactly idle, so that idle targets tie."""
@@ -30,7 +49,14 @@ class Place(Target):
     def emptied(self) -> None:
         """Its engine died, and everything on it."""
         self.running, self.foreign, self.queued = 0, 0.0, 0.0
+        self.pending = self.active = 0
         self.recount()
+
+
+def known(target: Target) -> Place:
+    """``target`` as the simulation knows it."""
+    assert isinstance(target, Place), "a policy of the simulation"
+    return target
 
 
 @dataclass(slots=True)
@@ -76,6 +102,7 @@ class Sent:
     session: Session | None
     home_before: int | None
     seconds: float
+    uncached: int
     alone: bool
     depths: Mapping[int, int] = field(default_factory=dict)
     predicted: int | None = None

@@ -16,7 +16,7 @@ from load_tests.simulate.beliefs import Beliefs
 from load_tests.simulate.cache import Move
 from load_tests.simulate.conditions import Conditions
 from load_tests.simulate.engine import Options
-from load_tests.simulate.places import Asking, Decisions, Place, Sent, Session
+from load_tests.simulate.places import Asking, Decisions, Place, Reported, Sent, Session
 from load_tests.simulate.traffic import Turn
 from policies.base import Choice, Fleet, Policy, Rates, rendezvous
 from policies.calibrate import Calibration
@@ -27,6 +27,9 @@ IDLE = 1800.0
 SLOW_START = 30.0
 FIRST_SHARE = 0.1
 """How fast a newcomer is trusted with its share, as the gateway has it."""
+
+REUSED = 0.02
+"""Weight of one request in the share of tokens that were found cached."""
 
 
 class Router:
@@ -86,7 +89,8 @@ class Router:
         held = min(request.holdings.get(place.id, 0), turn.tokens)
         seconds = place.rates.prefill(turn.tokens - held, held)
         alone = not place.running and not place.foreign
-        sent = Sent(place.id, turn, now, choice.reason, session, request.home, seconds, alone, depths)
+        uncached = turn.tokens - held
+        sent = Sent(place.id, turn, now, choice.reason, session, request.home, seconds, uncached, alone, depths)
         if session is not None:
             session.running += 1
             if session.home is None or choice.moves_home:
@@ -98,6 +102,8 @@ class Router:
             self._committed(request, choice)
         place.running += 1
         place.charged += seconds
+        place.pending += uncached
+        place.active += turn.tokens
         place.wait = place.charged + place.queued
         return sent
 
@@ -131,13 +137,16 @@ class Router:
         """The prompt is computed; who generates: the one with the fewest requests, ties by the session."""
         place = self.places[sent.target]
         place.charged -= sent.seconds
+        place.pending -= sent.uncached
         place.running -= 1
+        place.active -= sent.turn.tokens
         place.recount()
         fewest = min(each.running for each in self.decoders)
         key = sent.session.hash if sent.session is not None else self._random.getrandbits(64)
         chosen = rendezvous(key, [each for each in self.decoders if each.running == fewest])
         sent.decoder = chosen.id
         self.places[chosen.id].running += 1
+        self.places[chosen.id].active += sent.turn.tokens
         sent.alone = False
         return chosen.id
 
@@ -149,6 +158,7 @@ class Router:
         if sent.decoder is None:
             sent.alone = sent.alone and place.running == 1
             place.charged -= sent.seconds
+            place.pending -= sent.uncached
         place.wait = place.charged + place.queued
 
     def ended(self, sent: Sent, cached: int, now: float) -> None:
@@ -157,6 +167,9 @@ class Router:
         place = self.places[sent.target if sent.decoder is None else sent.decoder]
         place.running -= 1
         place.busy -= 1
+        place.active -= sent.turn.tokens
+        place.reused += REUSED * (cached / sent.turn.tokens - place.reused)
+        place.filled = self.beliefs.filled(place.id)
         place.recount()
         self.beliefs.ended(sent, cached, now)
         if sent.session is not None:
@@ -170,10 +183,12 @@ class Router:
         if sent.session is not None:
             sent.session.running = max(0, sent.session.running - 1)
 
-    def polled(self, loads: Sequence[tuple[int, int]], now: float) -> None:
-        """Load reports of all targets, (running, waiting) each; what is not ours is somebody else's."""
+    def polled(self, loads: Sequence[Reported], now: float) -> None:
+        """Load reports of all targets; what is not ours is somebody else's."""
         shares = False
-        for place, (running, waiting) in zip(self.places, loads, strict=True):
+        for place, reported in zip(self.places, loads, strict=True):
+            place.reported = reported
+            running, waiting = reported.running, reported.waiting
             ours = place.running
             foreign = float(max(0, running + waiting - ours))
             others = max(0, waiting - (ours - int(place.busy - place.foreign)))

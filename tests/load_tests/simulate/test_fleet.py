@@ -180,7 +180,7 @@ def test_gateways_that_share_a_fleet_see_each_other_by_load_reports_alone() -> N
 
     def polled(loads: Any, now: float) -> None:
         tick(loads, now)
-        for place, (running, waiting) in zip(simulation.routers[0].places, loads, strict=True):
+        for place, (running, waiting, _) in zip(simulation.routers[0].places, loads, strict=True):
             assert place.foreign == max(0, running + waiting - place.running)
             seen.append(place.foreign)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from load_tests.simulate.engine import Options
+from load_tests.simulate.places import Reported
 from load_tests.simulate.router import Router
 from load_tests.workloads.chains import Turn
 from policies.base import ByLoad, Choice, Fleet, Rates, Request
@@ -139,11 +140,11 @@ def test_rates_are_learned_only_of_requests_that_were_alone(router: Router) -> N
 def test_load_of_others_is_what_reports_tell_beyond_our_own(router: Router) -> None:
     sent = router.send(turn(2), None, 0.0)
     place, other = router.places[:2]
-    router.polled([(1, 3), (2, 0), (0, 0)])
+    router.polled([Reported(1, 3), Reported(2, 0), Reported(0, 0)], 0.0)
     assert (place.foreign, place.load) == (3.0, 4.0)
     assert place.queued == pytest.approx(2 * place.rates.prefill(1000, 0))
     assert (other.foreign, other.busy, other.wait) == (2.0, 2.0, 0.0)
-    router.polled([(1, 0), (0, 0), (0, 0)])
+    router.polled([Reported(1, 0), Reported(0, 0), Reported(0, 0)], 0.0)
     assert (place.foreign, place.queued, other.foreign, other.busy) == (0.0, 0.0, 0.0, 0.0)
     router.begun(sent, 1.0)
     router.ended(sent, 0, 1.0)
