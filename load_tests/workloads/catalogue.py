@@ -1,16 +1,25 @@
 """Traffic by name: a generator, or a trace's file."""
 
+import json
 import os
+import zlib
+from gzip import GzipFile
+from io import TextIOWrapper
 from pathlib import Path
+from typing import Any, TextIO
 
 from load_tests.workloads.chains import BadScale, Traffic, scaled
 from load_tests.workloads.generators import GENERATORS
+from load_tests.workloads.logs import agent_logs, chat_logs, request_in, spans
 from load_tests.workloads.mooncake import TraceError
-from load_tests.workloads.sessions import recorded
-from load_tests.workloads.traces import mooncake
+from load_tests.workloads.sessions import parse as sessions
+from load_tests.workloads.traces import mooncake_of
 
 GZIP = b"\x1f\x8b"
 """What a gzipped file begins with."""
+
+DOCUMENT = 1 << 28
+"""Characters of the longest file that is one JSON document."""
 
 FOLDER = "WARMROUTE_TRACES"
 """Environment variable that names the folder in which traces are looked for too."""
@@ -24,7 +33,8 @@ class NoTraffic(ValueError):
 
 
 def find(name: str, *, workers: int, seed: int = 0, limit: int | None = None) -> Traffic:
-    """The first ``limit`` requests of a generator, of a file in Mooncake's form, or of recorded sessions (gzipped).
+    """The first ``limit`` requests of a generator or of a file, gzipped or not, whose content tells its form: Mooncake's,
+    recorded sessions, or a log of messages (agents' logs, OpenAI requests, OpenTelemetry spans).
 
     A name may end in factors of `scaled`: ``agents?tokens=0.5&think=0.1&rate=2``. Raises `NoTraffic`. A generator's name
     wins; ``./agents`` is a file.
@@ -63,12 +73,63 @@ def _found(name: str, workers: int, seed: int, limit: int | None) -> Traffic:
         return generator(workers, seed).limited(limit)
     path = located(name)
     try:
-        with path.open("rb") as file:
-            packed = file.read(2) == GZIP
-        return recorded(path, workers, seed).limited(limit) if packed else mooncake(path, limit, seed)
+        with _lines(path) as lines:
+            form = _form(lines)
+        with _lines(path) as lines:
+            return _read(form, lines, path.name, workers, seed, limit)
     except (OSError, TraceError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise NoTraffic(f"TRACE {path}: {reason}") from None
+    except (EOFError, zlib.error):
+        raise NoTraffic(f"TRACE {path}: the gzipped file is damaged or ends early: fetch it again") from None
+
+
+def _lines(path: Path) -> TextIO:
+    with path.open("rb") as file:
+        packed = file.read(2) == GZIP
+    if packed:
+        return TextIOWrapper(GzipFile(path), encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _read(form: str, lines: TextIO, name: str, workers: int, seed: int, limit: int | None) -> Traffic:
+    if form == "mooncake":
+        return mooncake_of(lines, name, limit, seed)
+    if form == "sessions":
+        traffic = sessions(lines, name, workers, seed)
+    elif form == "spans":
+        traffic = spans(lines.read(), name)
+    else:
+        traffic = agent_logs(lines, name) if form == "agents" else chat_logs(lines, name)
+    return traffic.limited(limit)
+
+
+def _form(lines: TextIO) -> str:
+    """What a file is, by its first line or, where that is no JSON, by all of it; where nothing tells, Mooncake's form, whose
+    reader then names what is missing."""
+    first = next((line for line in lines if line.strip()), "")
+    row = _decoded(first)
+    if row is None:
+        row = _decoded(first + lines.read(DOCUMENT))
+    if isinstance(row, list):
+        return "spans" if row and isinstance(row[0], dict) and "attributes" in row[0] else "mooncake"
+    if not isinstance(row, dict):
+        return "mooncake"
+    if "spans" in row:
+        return "spans"
+    if "chains" in row:
+        return "sessions"
+    if request_in(row) is not None:
+        return "chat"
+    return "agents" if "input" in row and "output" in row else "mooncake"
+
+
+def _decoded(text: str) -> Any:
+    """``None`` for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def located(name: str) -> Path:
@@ -80,6 +141,6 @@ def located(name: str) -> Path:
             return path
     also = f"nor in {FOLDER} ({folder})" if folder else f"and {FOLDER} names no folder to look in"
     raise NoTraffic(
-        f"TRACE {name!r} is no file here, {also}; give the path of a trace in Mooncake's form, or one of the generators: "
-        + ", ".join(sorted(GENERATORS))
+        f"TRACE {name!r} is no file here, {also}; give the path of a trace (Mooncake's form, recorded sessions, message logs) "
+        "or one of the generators: " + ", ".join(sorted(GENERATORS))
     )

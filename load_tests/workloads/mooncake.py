@@ -1,23 +1,18 @@
 """Reader of traces in Mooncake's form: one JSON object a line, prompts as ids of blocks.
 
 A line has ``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens), ``hash_ids`` (one id for each block
-of 512 prompt tokens, the last may be partial) and optionally ``session_id``. Two prompts share a prefix exactly as far as
-their ids agree. The text is not in such a trace; here every id stands for its own run of words, always the same, so that
-texts share prefixes as the traced prompts did.
+of prompt tokens, the last may be partial) and optionally ``session_id`` and ``block_size`` (tokens of a block, 512 where it is
+not told, the same in all lines). Two prompts share a prefix exactly as far as their ids agree. The text is not in such a trace.
 """
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from load_tests.workloads.agents import words
-
 BLOCK = 512
-"""Tokens of one block."""
+"""Tokens of one block, where a trace does not tell."""
 
 
 class TraceError(ValueError):
@@ -34,19 +29,8 @@ class TracedRequest:
     output_tokens: int
     blocks: tuple[int, ...]
     session: str | None = None
-
-    def prompt(self) -> str:
-        """Text of about ``input_tokens`` tokens (one word each)."""
-        rest = self.input_tokens - BLOCK * (len(self.blocks) - 1)
-        pieces = [block_text(block) for block in self.blocks[:-1]]
-        pieces.append(" ".join(block_text(self.blocks[-1]).split(" ")[:rest]))
-        return " ".join(pieces)
-
-
-@lru_cache(8192)
-def block_text(block: int) -> str:
-    """The words of one block: `BLOCK` of them, the same for the same id, the first telling the id."""
-    return f"{block} " + words(Random(block), BLOCK - 1)
+    block: int = BLOCK
+    """Tokens of one block."""
 
 
 def read(path: str | Path, limit: int | None = None) -> list[TracedRequest]:
@@ -65,19 +49,19 @@ def parse(lines: Iterable[str], limit: int | None = None) -> list[TracedRequest]
             found.append(_request(number, line))
     if not found:
         raise TraceError("the trace has no request")
+    sizes = sorted({request.block for _, request in found})
+    if len(sizes) > 1:
+        raise TraceError(f"block_size must be the same in all lines, not {sizes[0]} and {sizes[-1]}")
     found.sort(key=lambda each: each[0])
     first = found[0][0]
-    return [
-        TracedRequest((at - first) / 1e3, request.input_tokens, request.output_tokens, request.blocks, request.session)
-        for at, request in found
-    ]
+    return [replace(request, at=(at - first) / 1e3) for at, request in found]
 
 
 def object_in(number: int, line: str) -> dict[str, Any]:
     """A line that is a JSON object. Raises `TraceError`."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"line {number}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise TraceError(f"line {number}: an object is needed, not {type(row).__name__}")
@@ -90,17 +74,18 @@ def _request(number: int, line: str) -> tuple[int, TracedRequest]:
     at = _number(number, row, "timestamp", 0)
     size = _number(number, row, "input_length", 1)
     made = _number(number, row, "output_length", 0)
+    block = _number(number, row, "block_size", 1) if row.get("block_size") is not None else BLOCK
     blocks = row.get("hash_ids")
     if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
         raise TraceError(f"line {number}: hash_ids must be a list of whole numbers")
-    if len(blocks) != -(-size // BLOCK):
+    if len(blocks) != -(-size // block):
         raise TraceError(
-            f"line {number}: hash_ids has {len(blocks)} blocks of {BLOCK} tokens, which does not fit input_length {size}"
+            f"line {number}: hash_ids has {len(blocks)} blocks of {block} tokens, which does not fit input_length {size}"
         )
     session = row.get("session_id")
     if session is not None and not isinstance(session, str | int):
         raise TraceError(f"line {number}: session_id must be a string or a number")
-    return at, TracedRequest(0.0, size, made, tuple(blocks), None if session is None else str(session))
+    return at, TracedRequest(0.0, size, made, tuple(blocks), None if session is None else str(session), block)
 
 
 def _number(number: int, row: dict[str, Any], field: str, least: int) -> int:

@@ -1,17 +1,14 @@
 """Recorded sessions of coding agents as causal traffic: each turn waits for the answer before it, then for the recorded think
 time. Whoever answers slower is asked slower, as in life.
 
-The form is one gzipped JSON object a line: ``id``, ``block_size``, ``tool_tokens``, ``system_tokens`` and ``chains``, of which
+The form is one JSON object a line: ``id``, ``block_size``, ``tool_tokens``, ``system_tokens`` and ``chains``, of which
 each is a conversation (the main one or a sub-agent's) with ``requests``; one has ``t`` (seconds from the session's start),
 ``in`` and ``out`` (tokens), ``think_time``, ``keep`` (leading blocks shared with the request before it) and ``new`` (ids of the
 others as start, length, ...). Ids are local to a session; tools and system prompt are taken to be the same in all sessions
 that have as many tokens of both, for one model.
 """
 
-import gzip
-import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -28,17 +25,8 @@ WINDOW = 3600.0
 """Seconds over which sessions begin; when they did was not recorded."""
 
 
-def recorded(path: str | Path, workers: int, seed: int = 0) -> Traffic:
-    """Some sessions of a file, drawn by the seed. Raises `OSError` and `TraceError`."""
-    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as lines:
-        try:
-            return parse(lines, Path(path).name, workers, seed)
-        except (EOFError, zlib.error):
-            raise TraceError("the gzipped file is damaged or ends early: fetch it again") from None
-
-
 def parse(lines: Iterable[str], name: str, workers: int, seed: int = 0) -> Traffic:
-    """The same of ``lines``. Raises `TraceError`."""
+    """Some sessions of ``lines``, drawn by the seed. Raises `TraceError`."""
     random, naming = Random(seed), Naming()
     rows = [_row(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:

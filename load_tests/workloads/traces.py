@@ -1,11 +1,12 @@
 """Traces of requests as traffic: open arrivals, with sessions where they are told or can be inferred."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 from load_tests.workloads.chains import Chain, Naming, Traffic, Turn
-from load_tests.workloads.mooncake import BLOCK, TracedRequest, read
+from load_tests.workloads.mooncake import parse
 
 TICK = 3.0
 """Seconds of one tick of Mooncake's published traces: their requests stand on ticks, and come at any time within."""
@@ -13,20 +14,34 @@ TICK = 3.0
 
 def mooncake(path: str | Path, limit: int | None = None, seed: int = 0) -> Traffic:
     """The requests of a file in Mooncake's form, each at its own time. Raises `OSError` and `TraceError`."""
-    requests = read(path, limit)
+    with Path(path).open(encoding="utf-8", errors="replace") as lines:
+        return mooncake_of(lines, Path(path).name, limit, seed)
+
+
+def mooncake_of(lines: Iterable[str], name: str, limit: int | None = None, seed: int = 0) -> Traffic:
+    """The same of ``lines``. Raises `TraceError`."""
+    requests = parse(lines, limit)
     tick = TICK if len(requests) > 1 and all(request.at % TICK == 0 for request in requests) else 0.0
-    random, naming = Random(seed), Naming()
+    random, naming, block = Random(seed), Naming(), requests[0].block
     timed = sorted(((request.at + random.random() * tick, request) for request in requests), key=lambda each: each[0])
-    prompts = [naming.chained(request.blocks[: request.input_tokens // BLOCK]) for _, request in timed]
+    prompts = [naming.chained(request.blocks[: request.input_tokens // block]) for _, request in timed]
     sessions = named(prompts, [request for _, request in timed])
     chains = [
         Chain(at, (Turn(blocks, request.input_tokens, request.output_tokens),), session)
         for (at, request), blocks, session in zip(timed, prompts, sessions, strict=True)
     ]
-    return Traffic(Path(path).name, BLOCK, chains)
+    return Traffic(name, block, chains)
 
 
-def named(prompts: Sequence[tuple[int, ...]], requests: Sequence[TracedRequest]) -> list[str]:
+class Told(Protocol):
+    """A request that may tell its session."""
+
+    @property
+    def session(self) -> str | None:
+        """``None`` where it does not."""
+
+
+def named(prompts: Sequence[tuple[int, ...]], requests: Sequence[Told]) -> list[str]:
     """Each request's session: its own, or else that of the latest prompt all of whose full blocks it begins with.
 
     This is how a gateway finds sessions by content: what goes on from the *whole* of an earlier prompt belongs to it. A

@@ -25,19 +25,11 @@ def test_requests_are_in_order_of_time_from_the_first() -> None:
     assert [request.session for request in found] == ["a", "7", None]
 
 
-def test_prompts_share_exactly_the_blocks_they_share() -> None:
-    one, other, short = parse(
-        [
-            line(input_length=3 * BLOCK, hash_ids=[1, 2, 3]),
-            line(input_length=3 * BLOCK, hash_ids=[1, 2, 4]),
-            line(input_length=2 * BLOCK - 100, hash_ids=[1, 2]),
-        ]
-    )
-    assert len(one.prompt().split()) == 3 * BLOCK
-    assert one.prompt().split()[: 2 * BLOCK] == other.prompt().split()[: 2 * BLOCK]
-    assert one.prompt().split()[2 * BLOCK] != other.prompt().split()[2 * BLOCK]
-    assert len(short.prompt().split()) == 2 * BLOCK - 100
-    assert one.prompt().startswith(short.prompt())
+def test_blocks_have_the_size_that_is_told() -> None:
+    (one,) = parse([line(hash_ids=[1] * 63, block_size=16)])
+    assert one.block == 16
+    (other,) = parse([line()])
+    assert other.block == BLOCK
 
 
 def test_the_limit_counts_requests() -> None:
@@ -57,6 +49,9 @@ def test_the_limit_counts_requests() -> None:
         (line(hash_ids="1"), "line 2: hash_ids must be a list"),
         (line(hash_ids=[1, 2.5]), "line 2: hash_ids must be a list"),
         (line(hash_ids=[1]), "line 2: hash_ids has 1 blocks of 512 tokens, which does not fit input_length 1000"),
+        (line(block_size=0), "line 2: block_size is 0"),
+        (line(block_size=16), "line 2: hash_ids has 2 blocks of 16 tokens, which does not fit input_length 1000"),
+        (line(hash_ids=[1], block_size=1024), "block_size must be the same in all lines, not 512 and 1024"),
         (line(session_id=[]), "line 2: session_id"),
     ],
 )
@@ -78,7 +73,7 @@ def test_the_published_trace_can_be_read() -> None:
         pytest.skip("not run: WARMROUTE_TRACES names no folder with mooncake/conversation_trace.jsonl")
     requests = read(path)
     assert len(requests) == 12_031
-    first, second = (request.prompt().split() for request in requests[:2])
-    assert first[:BLOCK] == second[:BLOCK]
-    assert first[BLOCK] != second[BLOCK]
+    first, second = requests[:2]
+    assert first.blocks[0] == second.blocks[0]
+    assert first.blocks[1] != second.blocks[1]
     assert [request.at for request in requests] == sorted(request.at for request in requests)

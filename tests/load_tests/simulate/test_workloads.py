@@ -186,7 +186,7 @@ def test_a_gzipped_file_is_recorded_sessions(tmp_path: Path) -> None:
     with pytest.raises(NoTraffic, match=r"damaged|not JSON"):
         find(str(path), workers=1)
     path.write_bytes(gzip.compress(b"\n"))
-    with pytest.raises(NoTraffic, match="no session"):
+    with pytest.raises(NoTraffic, match="no request"):
         find(str(path), workers=1)
 
 
