@@ -10,6 +10,8 @@ from load_tests.workloads.mooncake import parse
 
 TICK = 3.0
 """Seconds of one tick of Mooncake's published traces: their requests stand on ticks, and come at any time within."""
+ROUNDED = 0.005
+"""Seconds by which some of them miss their tick."""
 
 
 def mooncake(path: str | Path, limit: int | None = None, seed: int = 0) -> Traffic:
@@ -21,9 +23,13 @@ def mooncake(path: str | Path, limit: int | None = None, seed: int = 0) -> Traff
 def mooncake_of(lines: Iterable[str], name: str, limit: int | None = None, seed: int = 0) -> Traffic:
     """The same of ``lines``. Raises `TraceError`."""
     requests = parse(lines, limit)
-    tick = TICK if len(requests) > 1 and all(request.at % TICK == 0 for request in requests) else 0.0
+    begins = [round(request.at / TICK) * TICK for request in requests]
+    ticked = len(requests) > 1 and all(
+        abs(request.at - begin) <= ROUNDED for request, begin in zip(requests, begins, strict=True)
+    )
     random, naming, block = Random(seed), Naming(), requests[0].block
-    timed = sorted(((request.at + random.random() * tick, request) for request in requests), key=lambda each: each[0])
+    at = [begin + random.random() * TICK for begin in begins] if ticked else [request.at for request in requests]
+    timed = sorted(zip(at, requests, strict=True), key=lambda each: each[0])
     prompts = [naming.chained(request.blocks[: request.input_tokens // block]) for _, request in timed]
     sessions = named(prompts, [request for _, request in timed])
     chains = [
