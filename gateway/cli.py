@@ -7,6 +7,8 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -14,6 +16,10 @@ from gateway import config as configuration
 from gateway.config import Config, WorkerConfig
 from gateway.config_check import check
 from gateway.config_reader import ConfigError, Problem
+from kv_index.checkpoints import Rule
+
+if TYPE_CHECKING:
+    from load_tests.workloads.chains import Traffic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,20 +77,101 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "spans; looked for here and in $WARMROUTE_TRACES), or a generator: agents, causal, chat, documents, hot, hot_some, "
         "load, rollouts, subagents, tools, tree, universal; with factors behind it, like agents?tokens=0.5&think=0.1&rate=2",
     )
-    replay.add_argument("--workers", type=_count, default=8, metavar="N", help="simulated engines (default 8)")
+    replay.add_argument("--workers", type=_count, metavar="N", help="simulated engines (default 8)")
+    replay.add_argument("--pd", type=_pair, metavar="P:D", help="P engines that only prefill, D that only decode")
     replay.add_argument(
         "--policy",
         metavar="A,B",
         default="round_robin,least_load,cache_aware",
-        help="policies to compare (default round_robin,least_load,cache_aware)",
+        help="policies to compare (default round_robin,least_load,cache_aware); other routers' rules are there too, "
+        "under names that an unknown one lists",
     )
-    replay.add_argument(
-        "--kv-tokens", type=_count, default=500_000, metavar="N", help="KV cache of each engine (default 500000)"
-    )
+    _add_engine(replay.add_argument_group("engines"))
+    _add_view(replay.add_argument_group("what the gateway sees"))
     replay.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
     replay.add_argument("--seed", type=int, default=0, metavar="S", help="what is random follows from it (default 0)")
+    replay.add_argument("--seeds", type=_count, default=1, metavar="K", help="mean and deviation of K seeds, S and on")
+    replay.add_argument(
+        "--slo", type=_goal, metavar="TTFT[:TPOT]", help="ms within which a first token, and each further one, is good"
+    )
+    replay.add_argument(
+        "--gpu-hour", type=_above, metavar="PRICE", help="price of an accelerator's hour (a large engine has eight)"
+    )
     replay.add_argument("--json", action="store_true", help="print the results as JSON")
+    replay.add_argument("--html", metavar="FILE", help="write a page with plots, which needs nothing else")
     replay.set_defaults(run=_replay)
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--engine",
+        choices=("medium", "large"),
+        default="medium",
+        help="how fast: a mid-size model on one accelerator, or 70 billion parameters on eight (default medium)",
+    )
+    group.add_argument(
+        "--kv-tokens", type=_count, default=500_000, metavar="N", help="KV cache of each engine (default 500000)"
+    )
+    group.add_argument("--host-tokens", type=_count, default=0, metavar="N", help="host memory below it (default none)")
+    group.add_argument(
+        "--reuse", type=_rule, metavar="RULE", help="hybrid model: resumes at ends, boundary or every:N (default any)"
+    )
+    group.add_argument("--held", action="store_true", help="keep a session's KV between its turns (streaming sessions)")
+
+
+def _add_view(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--events", action="store_true", help="engines tell by events what they hold")
+    group.add_argument("--event-lag", type=_least, metavar="SECONDS", help="events are that late (default 0.01)")
+    group.add_argument("--silent", type=_count, metavar="N", help="engines that publish no events (default none)")
+    group.add_argument(
+        "--poll", type=_above, default=1.0, metavar="SECONDS", help="between two load reports (default 1)"
+    )
+    group.add_argument("--gateways", type=_count, default=1, metavar="N", help="that share the fleet (default 1)")
+    group.add_argument("--no-session", action="store_true", help="requests do not tell their session")
+
+
+def _pair(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in (first, second)):
+        raise argparse.ArgumentTypeError(f"P:D is needed, whole numbers of at least 1, like 2:6, not {text!r}")
+    return int(first), int(second)
+
+
+def _goal(text: str) -> tuple[float, float | None]:
+    first, colon, second = text.partition(":")
+    try:
+        return _above(first), _above(second) if colon else None
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"milliseconds above 0 are needed, TTFT or TTFT:TPOT, like 500:40, not {text!r}"
+        ) from None
+
+
+def _rule(text: str) -> Rule | None:
+    try:
+        return None if text == "any" else Rule.of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"any, ends, boundary or every:N is needed, not {text!r}") from None
+
+
+def _least(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed, not {text!r}")
+    return value
+
+
+def _above(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"a number above 0 is needed, not {text!r}")
+    return value
 
 
 def _count(text: str) -> int:
@@ -139,19 +226,38 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from load_tests.simulate.command import replay
+    from load_tests.simulate.command import Report, fleet, replay
+    from load_tests.simulate.figures import Goal
     from load_tests.workloads.catalogue import find
 
     try:
-        traffic = find(options.trace, workers=options.workers, seed=options.seed, limit=options.limit)
-        return replay(
-            traffic,
-            options.policy,
+        simulated = fleet(
             workers=options.workers,
+            pd=options.pd,
+            engine=options.engine,
             kv_tokens=options.kv_tokens,
-            seed=options.seed,
-            as_json=options.json,
+            host_tokens=options.host_tokens,
+            reuse=options.reuse,
+            events=options.events,
+            event_lag=options.event_lag,
+            silent=options.silent,
+            poll=options.poll,
+            gateways=options.gateways,
+            held=options.held,
+            no_session=options.no_session,
         )
+        report = Report(
+            seeds=range(options.seed, options.seed + options.seeds),
+            goal=None if options.slo is None else Goal(*options.slo),
+            price=options.gpu_hour,
+            as_json=options.json,
+            html=options.html,
+        )
+
+        def read(seed: int) -> Traffic:
+            return find(options.trace, workers=simulated.workers, seed=seed, limit=options.limit)
+
+        return replay(read, options.policy, simulated, report)
     except ValueError as error:
         print(f"warmroute replay: {error}", file=sys.stderr)
         return 2
