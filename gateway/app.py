@@ -43,6 +43,7 @@ from gateway.http.server import Inbound, Server
 from gateway.listing import models, models_body
 from gateway.metrics import Metrics, Tally
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
+from gateway.records import Recorder
 from gateway.routing import Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenant, Tenants
@@ -108,6 +109,7 @@ class Gateway:
         self.retry_budget = retry_budget
         self._retries_left = RESERVE
         self.exchanges: set[Exchange] = set()
+        self.recorder: Recorder | None = None
         self.ending = False
         """Readiness is off: this process is on its way out."""
         self.dialects = all_dialects()
@@ -354,6 +356,8 @@ class Gateway:
         tally.sent(choice.reason, self.clock() - exchange.started)
         if ask.found is not None:
             self.metrics.session_sources.add((ask.found,))
+        if self.recorder is not None:
+            self.recorder.sent(exchange)
 
     def begun(self, exchange: Exchange) -> None:
         """The client's answer begins: the worker serves, and the request will not be sent again."""
@@ -391,6 +395,8 @@ class Gateway:
         tally.ended(exchange.route.kind, outcome, seconds)
         if not streaming:
             return
+        if self.recorder is not None and exchange.noted is not None:
+            self.recorder.ended(exchange, exchange.noted, usage, seconds)
         said = answered_ids(exchange.tail) if ask.returns and not exchange.events else None
         self.routing.settle(ask, target, usage, self.clock(), said)
         if exchange.alone:

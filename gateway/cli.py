@@ -73,9 +73,10 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     replay.add_argument(
         "trace",
         metavar="TRACE",
-        help="a trace, gzipped or not (Mooncake's form, recorded sessions, logs of agents or OpenAI requests, OpenTelemetry "
-        "spans; looked for here and in $WARMROUTE_TRACES), or a generator: agents, causal, chat, documents, hot, hot_some, "
-        "load, rollouts, subagents, tools, tree, universal; with factors behind it, like agents?tokens=0.5&think=0.1&rate=2",
+        help="a trace, gzipped or not (a gateway's recording, Mooncake's form, recorded sessions, logs of agents or OpenAI "
+        "requests, OpenTelemetry spans; looked for here and in $WARMROUTE_TRACES), or a generator: agents, causal, chat, "
+        "documents, hot, hot_some, load, rollouts, subagents, tools, tree, universal; with factors behind it, like "
+        "agents?tokens=0.5&think=0.1&rate=2",
     )
     replay.add_argument("--workers", type=_count, metavar="N", help="simulated engines (default 8)")
     replay.add_argument("--pd", type=_pair, metavar="P:D", help="P engines that only prefill, D that only decode")

@@ -183,6 +183,17 @@ class Probes:
 
 
 @dataclass(slots=True)
+class Recording:
+    """What was asked, for `warmroute replay`: sizes, times and hashed pages, no text."""
+
+    file: str
+    max: Bytes = 1024 * 1024 * 1024
+    """It ends there."""
+    share: float = 1.0
+    """Of the sessions."""
+
+
+@dataclass(slots=True)
 class Config:
     """The whole file."""
 
@@ -202,6 +213,7 @@ class Config:
     retries: Retries = field(default_factory=Retries)
     timeouts: Timeouts = field(default_factory=Timeouts)
     probes: Probes = field(default_factory=Probes)
+    recording: Recording | None = None
     passthrough: list[str] = field(default_factory=list)
     isolation_key: Secret | None = None
     """What isolated tenants' cache salts are made with: the same for all replicas, and over restarts. Random if not given."""

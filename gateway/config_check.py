@@ -19,7 +19,7 @@ from kv_index.checkpoints import Rule
 from policies.base import BadOption, UnknownPolicy, names as policy_names
 
 if TYPE_CHECKING:
-    from gateway.config import Config, EventsConfig, ModelConfig
+    from gateway.config import Config, EventsConfig, ModelConfig, Recording
 
 NAMELESS = frozenset(
     "authorization proxy-authorization x-api-key cookie forwarded x-forwarded-for x-real-ip "
@@ -68,10 +68,24 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
             wrong(
                 "sessions.headers", f"{header!r} cannot name a session: it tells a credential, an address or a request"
             )
+    if config.recording is not None:
+        _check_recording(config.recording, wrong)
     for path in config.passthrough:
         if not path.startswith("/"):
             wrong("passthrough", f"{path!r} is not a path: it must begin with /")
     return found
+
+
+def _check_recording(recording: Recording, wrong: Any) -> None:
+    if not recording.file:
+        wrong("recording.file", "is empty: name the file to write")
+    if recording.max <= 0:
+        wrong("recording.max", "must be more than 0")
+    if not 0 < recording.share <= 1:
+        wrong(
+            "recording.share",
+            "is a share of the sessions: more than 0, at most 1; leave recording out to record nothing",
+        )
 
 
 def _check_model(key: str, model: ModelConfig, wrong: Any) -> None:

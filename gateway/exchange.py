@@ -43,6 +43,7 @@ from policies.base import Choice
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
+    from gateway.records import Noted
 
 CHOOSING, WAITING, PEEKING, REFUSED, RELAYING, ENDED = range(6)
 PHASES = ("choosing", "waiting", "first_event", "waiting", "streaming", "ended")
@@ -82,6 +83,7 @@ class Exchange:
         "incoming",
         "injected",
         "last_at",
+        "noted",
         "paused",
         "phase",
         "reading",
@@ -149,6 +151,8 @@ class Exchange:
         self.last_at = 0.0
         self.deadline = inf
         self.commented = 0.0
+        self.noted: Noted | None = None
+        """What will be recorded of its prompt."""
         client.owner = self
         gateway.exchanges.add(self)
 

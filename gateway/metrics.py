@@ -202,6 +202,10 @@ class Metrics:
         self.requests = Counter(
             "warmroute_requests", "Requests ended, by how.", ("tenant", "model", "kind", "policy", "outcome")
         )
+        self.recorded = Counter("warmroute_recorded_requests", "Requests written to the recording.")
+        self.recording_dropped = Counter(
+            "warmroute_recording_dropped", "Requests not recorded: too many waited to be written, or they could not be."
+        )
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
         self.duration = Histogram(
             "warmroute_request_duration_seconds", "From the request's last byte to the answer's.", DURATION, WHO

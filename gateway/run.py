@@ -29,6 +29,7 @@ from gateway.metrics import Metrics
 from gateway.preparing import Engines, Mode, Pool
 from gateway.probe import Probe
 from gateway.prompt import Thinking
+from gateway.records import File, Recorder, Unrecordable
 from gateway.sessions import Sessions
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
@@ -108,9 +109,10 @@ class Running:
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen and watch. Raises `OSError` when an address cannot be had."""
+        """Listen and watch. Raises `OSError` when an address cannot be had, `ConfigError` when the recording cannot."""
         listen = self.config.listen
         loop = asyncio.get_running_loop()
+        await self._record()
         tls = None
         if listen.tls is not None:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -152,6 +154,9 @@ class Running:
             waiting.client.abort_with_owner()
         if self.pool is not None:
             self.pool.close()
+        if gateway.recorder is not None:
+            recorder, gateway.recorder = gateway.recorder, None
+            await recorder.stop()
         await self.probe.stop()
         await self.subscriptions.stop()
         if self._upkeep is not None:
@@ -164,6 +169,17 @@ class Running:
             worker.pool.close()
         # One turn of the loop, for closed transports to say so.
         await asyncio.sleep(0)
+
+    async def _record(self) -> None:
+        wanted = self.config.recording
+        if wanted is None:
+            return
+        try:
+            file = File(wanted.file, wanted.max)
+        except Unrecordable as error:
+            raise ConfigError([Problem(None, "recording.file", str(error))]) from None
+        self.gateway.recorder = Recorder(file, wanted.share, self.metrics, self.gateway.defect)
+        await self.gateway.recorder.start()
 
     async def _tick(self) -> None:
         clock = self.gateway.clock

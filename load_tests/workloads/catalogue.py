@@ -12,6 +12,7 @@ from load_tests.workloads.chains import BadScale, Traffic, scaled
 from load_tests.workloads.generators import GENERATORS
 from load_tests.workloads.logs import agent_logs, chat_logs, request_in, spans
 from load_tests.workloads.mooncake import TraceError
+from load_tests.workloads.recordings import MARK, parse as recording
 from load_tests.workloads.sessions import parse as sessions
 from load_tests.workloads.traces import mooncake_of
 
@@ -34,7 +35,7 @@ class NoTraffic(ValueError):
 
 def find(name: str, *, workers: int, seed: int = 0, limit: int | None = None) -> Traffic:
     """The first ``limit`` requests of a generator or of a file, gzipped or not, whose content tells its form: Mooncake's,
-    recorded sessions, or a log of messages (agents' logs, OpenAI requests, OpenTelemetry spans).
+    recorded sessions, a gateway's recording, or a log of messages (agents' logs, OpenAI requests, OpenTelemetry spans).
 
     A name may end in factors of `scaled`: ``agents?tokens=0.5&think=0.1&rate=2``. Raises `NoTraffic`. A generator's name
     wins; ``./agents`` is a file.
@@ -95,6 +96,8 @@ def _lines(path: Path) -> TextIO:
 def _read(form: str, lines: TextIO, name: str, workers: int, seed: int, limit: int | None) -> Traffic:
     if form == "mooncake":
         return mooncake_of(lines, name, limit, seed)
+    if form == "recording":
+        return recording(lines, name).limited(limit)
     if form == "sessions":
         traffic = sessions(lines, name, workers, seed)
     elif form == "spans":
@@ -115,6 +118,8 @@ def _form(lines: TextIO) -> str:
         return "spans" if row and isinstance(row[0], dict) and "attributes" in row[0] else "mooncake"
     if not isinstance(row, dict):
         return "mooncake"
+    if MARK in row:
+        return "recording"
     if "spans" in row:
         return "spans"
     if "chains" in row:
@@ -141,6 +146,7 @@ def located(name: str) -> Path:
             return path
     also = f"nor in {FOLDER} ({folder})" if folder else f"and {FOLDER} names no folder to look in"
     raise NoTraffic(
-        f"TRACE {name!r} is no file here, {also}; give the path of a trace (Mooncake's form, recorded sessions, message logs) "
+        f"TRACE {name!r} is no file here, {also}; give the path of a trace (Mooncake's form, recorded sessions, a gateway's "
+        "recording, message logs) "
         "or one of the generators: " + ", ".join(sorted(GENERATORS))
     )
