@@ -2,7 +2,7 @@
 
 A line tells sizes, times, and the prompt as ids of its pages. An id stands for its page *and* all pages before it, so two
 prompts share a prefix exactly as far as their ids agree. Ids, sessions and tenants are keyed hashes. The key is random and
-stays in a file of its own beside the recording (`KEY`): with the recording alone nobody can find a text by hashing candidates,
+stays in a file of its own beside the recording: with the recording alone nobody can find a text by hashing candidates,
 and with the key a gateway that starts again goes on with the same ids.
 
 While a request is answered only what is there anyway is kept. Hashing and writing come after the answer is complete, a slice
@@ -12,9 +12,7 @@ at a time between other work; what does not fit into a bounded queue is dropped 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -28,17 +26,13 @@ from gateway.asks import Ask
 from gateway.dialects import Usage
 from gateway.errors import Fault
 from gateway.metrics import Metrics
+from gateway.recording import File, keyed, named
 from kv_index.pages import PAGE_TOKENS, SYMBOL, TEXT_PAGE, chain, paginate
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
 
 log = logging.getLogger("warmroute")
-
-KEY = ".key"
-"""Ending of the key's file."""
-KEY_BYTES = 32
-FORMAT = 1
 
 QUEUE = 10_000
 """Finished requests that wait to be written, at most."""
@@ -52,17 +46,6 @@ BATCH = 1 << 20
 """Bytes that are written at once."""
 KEPT = 500_000
 """Pages of sessions' last prompts whose ids are kept: a prompt that goes on from one is hashed from there."""
-
-
-class Unrecordable(ValueError):
-    """The file cannot be recorded to; the message tells why and the cure."""
-
-
-class Head(msgspec.Struct):
-    """The first line. ``key`` tells which key was used, and nothing of it."""
-
-    warmroute_recording: int
-    key: str
 
 
 class Noted(NamedTuple):
@@ -90,112 +73,6 @@ class Finished(NamedTuple):
     prompt: int | None
     completion: int | None
     cached: int | None
-
-
-class File:
-    """An open recording: whole lines are appended until it has ``most`` bytes. Raises `Unrecordable`."""
-
-    def __init__(self, path: str, most: int) -> None:
-        self.path = path
-        self.most = most
-        self.size = 0
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise Unrecordable(
-                f"{path!r} cannot be written: {error.strerror}; name a file in a folder that can"
-            ) from None
-        try:
-            self._lock()
-            self.size = os.fstat(self._file).st_size
-            self.key = self._go_on() if self.size else self._begin()
-        except OSError as error:
-            self.close()
-            raise Unrecordable(
-                f"{path!r} cannot be written: {error.strerror}; name a file in a folder that can"
-            ) from None
-        except Unrecordable:
-            self.close()
-            raise
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Unrecordable(f"another gateway records to {self.path!r}: name a file of its own for each") from None
-
-    def _begin(self) -> bytes:
-        key = _new_key(self.path + KEY)
-        self.append(msgspec.json.encode(Head(FORMAT, _named(key, b"key"))) + b"\n")
-        return key
-
-    def _go_on(self) -> bytes:
-        """The key of the recording that is there."""
-        name = self.path + KEY
-        try:
-            head = msgspec.json.decode(os.pread(self._file, 4096, 0).partition(b"\n")[0], type=Head)
-        except msgspec.DecodeError:
-            raise Unrecordable(f"{self.path!r} is there and is no recording: name another file") from None
-        if head.warmroute_recording != FORMAT:
-            raise Unrecordable(f"{self.path!r} is of another version's form: name another file")
-        try:
-            with open(name, "rb") as file:
-                key = bytes.fromhex(file.read(4 * KEY_BYTES).decode("ascii", "replace").strip())
-        except (OSError, ValueError) as error:
-            raise Unrecordable(
-                f"{self.path!r} cannot be gone on with, for its key {name!r} cannot be read ({error}): name another file"
-            ) from None
-        if len(key) != KEY_BYTES or head.key != _named(key, b"key"):
-            raise Unrecordable(f"{name!r} is not the key of {self.path!r}: name another file")
-        self._cut()
-        return key
-
-    def _cut(self) -> None:
-        """Take off a line that was not finished when the gateway before was."""
-        end = self.size
-        while end:
-            start = max(0, end - BATCH)
-            at = os.pread(self._file, end - start, start).rfind(b"\n")
-            if at >= 0:
-                end = start + at + 1
-                break
-            end = start
-        if end < self.size:
-            os.ftruncate(self._file, end)
-            self.size = end
-
-    def append(self, lines: bytes) -> None:
-        """Whole lines; either all of them are there afterwards, or none and `OSError` is raised."""
-        try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-        except OSError:
-            os.ftruncate(self._file, self.size)
-            raise
-        self.size += len(lines)
-
-    def close(self) -> None:
-        """No more lines."""
-        os.close(self._file)
-
-
-def _new_key(name: str) -> bytes:
-    key = os.urandom(KEY_BYTES)
-    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(file, "w") as out:
-        out.write(key.hex() + "\n")
-    return key
-
-
-def _named(key: bytes, *parts: bytes) -> str:
-    """16 hex digits that stand for something."""
-    return _keyed(key, *parts).hex()
-
-
-def _keyed(key: bytes, *parts: bytes) -> bytes:
-    told = b"".join([len(part).to_bytes(4, "little") + part for part in parts])
-    return blake2b(told, key=key, digest_size=8).digest()
 
 
 class Recorder:
@@ -354,7 +231,7 @@ class Recorder:
         """Chained ids of its pages."""
         key, symbols = self.file.key, noted.symbols
         ids: array[int] = array("Q")
-        before = _keyed(key, b"namespace", noted.namespace)
+        before = keyed(key, b"namespace", noted.namespace)
         place = (noted.session, noted.namespace) if noted.session is not None else None
         known = self._last.pop(place, None) if place is not None else None
         if known is not None:
@@ -383,8 +260,8 @@ class Recorder:
         row = {
             "timestamp": round(finished.at * 1e3),
             "model": finished.model,
-            "tenant": _named(key, b"tenant", finished.tenant.encode()),
-            "session_id": None if noted.session is None else _named(key, b"session", noted.session),
+            "tenant": named(key, b"tenant", finished.tenant.encode()),
+            "session_id": None if noted.session is None else named(key, b"session", noted.session),
             "input_length": finished.prompt,
             "output_length": finished.completion,
             "cached_tokens": finished.cached,

@@ -29,7 +29,8 @@ from gateway.metrics import Metrics
 from gateway.preparing import Engines, Mode, Pool
 from gateway.probe import Probe
 from gateway.prompt import Thinking
-from gateway.records import File, Recorder, Unrecordable
+from gateway.recording import File, Unrecordable
+from gateway.records import Recorder
 from gateway.sessions import Sessions
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import gateway.recording as recording_file
 import gateway.records as records
 from gateway.cli import main
 from gateway.config import Config, ConfigError, Recording, TenantConfig, parse
@@ -57,7 +58,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def key_of(path: Path) -> Path:
-    return path.with_name(path.name + records.KEY)
+    return path.with_name(path.name + recording_file.KEY)
 
 
 def content(path: Path) -> str:
@@ -297,7 +298,7 @@ async def test_a_file_that_cannot_be_recorded_to_stops_the_start(
         pass
     key = key_of(file)
     kept = content(key)
-    put(key, "00" * records.KEY_BYTES)
+    put(key, "00" * recording_file.KEY_BYTES)
     assert "is not the key of" in await refusal(started, file)
     put(key, "nothing")
     assert "cannot be gone on with, for its key" in await refusal(started, file)
