@@ -110,7 +110,10 @@ def fleet(
         held=held,
         named=not no_session,
     )
-    options = Options(kv_tokens=kv_tokens, rates=ENGINES[engine][0], host_tokens=host_tokens, states=reuse)
+    try:
+        options = Options(kv_tokens=kv_tokens, rates=ENGINES[engine][0], host_tokens=host_tokens, states=reuse)
+    except ValueError as error:
+        raise BadRequest(f"--kv-tokens: {error}") from None
     return Fleet(workers, engine, options, conditions)
 
 
@@ -164,7 +167,10 @@ def replay(read: Callable[[int], Traffic], names: str, simulated: Fleet, report:
 
 
 def _run(traffic: Traffic, policy: Policy, simulated: Fleet, seed: int, progress: Progress, label: str) -> Outcome:
-    options = replace(simulated.options, block=traffic.block)
+    try:
+        options = replace(simulated.options, block=traffic.block)
+    except ValueError as error:
+        raise BadRequest(f"--kv-tokens: {error}") from None
     check(traffic, options)
     total = sum(len(chain.turns) for chain in traffic.chains)
     task = progress.add_task(label, total=total)

@@ -123,14 +123,12 @@ Point = tuple[float, float, str]
 
 def _line(place: int, runs: Sequence[Sequence[Point]], marks: bool = False) -> str:
     path = "".join("M" + "L".join(f"{x} {y}" for x, y, _ in run) for run in runs if len(run) > 1)
-    alone = "".join(f"M{run[0][0]} {run[0][1]}h.1" for run in runs if len(run) == 1)
     dash = DASHES[place % len(DASHES)]
-    shown = f'<g class="series p{place}"><path class="line" stroke-dasharray="{dash or "none"}" d="{path}{alone}"/>'
-    if marks:
-        mark = MARKS[place % len(MARKS)]
-        shown += "".join(
-            f'<path class="mark" transform="translate({x} {y})" d="{mark}"/>' for run in runs for x, y, _ in run
-        )
+    shown = f'<g class="series p{place}"><path class="line" stroke-dasharray="{dash or "none"}" d="{path}"/>'
+    mark = MARKS[place % len(MARKS)]
+    # What stands alone between two gaps is no line.
+    marked = [point for run in runs if marks or len(run) == 1 for point in run]
+    shown += "".join(f'<path class="mark" transform="translate({x} {y})" d="{mark}"/>' for x, y, _ in marked)
     return shown + "</g>"
 
 

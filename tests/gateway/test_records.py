@@ -95,8 +95,8 @@ async def counter(running: Running, name: str) -> float:
 async def test_what_was_recorded_replays_with_the_hit_rate_that_engines_counted(
     policy: str, file: Path, engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engines = [await engine(models=["sim"], kv_tokens=200_000, seed=number) for number in range(3)]
-    sessions = agent_sessions(sessions=12, turns=5, shared_tokens=800, result_tokens=500, think=0.05, spread=0.5)
+    engines = [await engine(models=["sim"], kv_tokens=200_000, seed=number, time_scale=0.3) for number in range(3)]
+    sessions = agent_sessions(sessions=12, turns=5, shared_tokens=800, result_tokens=500, think=0.1, spread=0.8)
     results = Results()
     async with (
         recording(file, *engines, policy=policy) as running,
@@ -112,7 +112,9 @@ async def test_what_was_recorded_replays_with_the_hit_rate_that_engines_counted(
     assert main([*command, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["policies"]
     assert figures[policy]["requests"] == results.requests
-    assert figures[policy]["token_hit_rate"] == pytest.approx(counted, abs=0.05)
+    # Where round robin sends a prompt follows from the order in which requests happen to come.
+    near = 0.04 if policy == "cache_aware" else 0.08
+    assert figures[policy]["token_hit_rate"] == pytest.approx(counted, abs=near)
     assert figures["cache_aware"]["token_hit_rate"] > figures["round_robin"]["token_hit_rate"] + 0.1
 
 

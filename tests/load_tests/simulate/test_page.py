@@ -168,6 +168,14 @@ def test_a_long_run_of_many_engines_and_policies_stays_small(shown: Page) -> Non
     assert data(text)["plots"]["map0"]["names"][:2] == ["0-4", "5-9"]
 
 
+def test_a_window_that_stands_alone_is_a_mark() -> None:
+    requests = [Seen(float(at), at + 0.5, 100, 50, 0) for at in (0, 50, 51, 52, 53)]
+    only = next(iter(made(policies=["random"]).rows.values()))
+    text = page(Page("gaps", "one", 0.9, (0,), {"one": only}, [Curve("one", 1, 60.0, requests)]))
+    (plot,) = re.findall(r'<svg class="plot" data-plot="hits".*?</svg>', text, re.S)
+    assert plot.count('class="mark"') == 1
+
+
 # -- numbers ------------------------------------------------------------------------------------------------------------
 
 FOUR = Curve(
