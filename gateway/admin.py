@@ -223,7 +223,7 @@ class AdminSite:
                     "name": target.name,
                     "rank": target.rank,
                     "running": target.running,
-                    "wait_seconds": round(target.wait, 6),
+                    "wait_seconds": round(target.waits(self.running.fleet.clock()), 6),
                     "homes": target.homes,
                     "share": target.share,
                     "breaker": target.breaker.state,

@@ -11,6 +11,7 @@ from kv_index.checkpoints import Rule
 from kv_index.pages import EMPTY, Pages
 from kv_index.radix import Node
 from policies.base import Policy, Request
+from policies.demand import Demand
 
 BYTES_PER_TOKEN = 4.0
 """Prior of text bytes a token, until usage reports teach better."""
@@ -38,6 +39,8 @@ class Model:
     ordinal: int = 0
     bytes_per_token: float = BYTES_PER_TOKEN
     taught: int = 0
+    demand: Demand = field(default_factory=Demand)
+    """How much is asked of it."""
     label: str = ""
     """For metrics: its name, unless only a client says that it exists."""
     space: bytes = b""

@@ -249,10 +249,10 @@ class Fleet:
         charge = Charge(target, seconds, uncached, context, trial)
         charge.alone = not target.running and not target.foreign
         target.running += 1
-        target.charged += seconds
-        target.wait = target.charged + target.queued
+        now = self.clock()
+        target.charge(charge, seconds, now)
         if not streamed:
-            due = int((self.clock() + target.wait) * WHEEL) + 1
+            due = int((now + target.waits(now)) * WHEEL) + 1
             self._due.setdefault(due, []).append(charge)
         return charge
 
@@ -263,9 +263,8 @@ class Fleet:
         charge.prefilled = True
         target = charge.target
         charge.alone = charge.alone and target.running == 1
-        target.charged -= charge.seconds
         target.busy += 1
-        target.wait = target.charged + target.queued
+        target.discharge(charge, self.clock())
 
     def release(self, charge: Charge) -> None:
         """The request ended, however; safe to call again."""
@@ -277,7 +276,7 @@ class Fleet:
         if charge.prefilled:
             target.busy -= 1
         else:
-            target.charged -= charge.seconds
+            target.discharge(charge, self.clock())
         if charge.trial:
             target.breaker.undecided()
             self._views.clear()

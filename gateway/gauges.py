@@ -30,7 +30,7 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
         Gauge(
             "warmroute_target_wait_seconds",
             "Estimated prefill work in front of a new request.",
-            lambda: [((t.name,), t.wait) for t in targets.values()],
+            lambda: [((t.name,), t.waits(gateway.fleet.clock())) for t in targets.values()],
             ("target",),
         ),
         Gauge(

@@ -130,6 +130,7 @@ class Routing:
             request.session = session.hash
             request.home = session.home
             request.siblings = session.running
+        request.turns = model.demand.turns
         if policy.needs_prefix and ask.prompt is not None:
             if ids is None:
                 self.holdings.match(ask, ask.prompt, model)
@@ -170,6 +171,8 @@ class Routing:
         """What the policy says. Raises `NoWorker`; changes nothing."""
         self.fleet.settle_estimates(now)
         view = self.view(ask, tried, now)
+        if ask.model is not None:
+            ask.request.crowd = ask.model.demand.crowd(len(view.targets), now)
         home = ask.request.home
         ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)
         return ask.policy.choose(ask.request, view, now)
@@ -181,10 +184,12 @@ class Routing:
             return
         model.ordinal += 1
         if session is not None:
+            model.demand.turn(ask.new_session)
             self._bind(ask, session, target, choice)
         if request.tokens is not None:
             held = request.holdings.get(target.id, 0)
             ask.predicted = ask.context = min(held, request.tokens)
+            model.demand.sent(target.rates.prefill(request.tokens - ask.context, ask.context), now)
             self.holdings.note(ask, target)
             if model.fine and ask.ids is not None:
                 self.holdings.sequels.put(names(ask.pages.symbols), ask.ids, ask.start)

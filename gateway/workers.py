@@ -17,8 +17,8 @@ from gateway.breaker import Breaker
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.http.upstream import Pool
-from policies.base import Target as TargetView
 from policies.calibrate import Calibration
+from policies.charged import Charged
 
 UNTOLD = 20
 """Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""
@@ -130,43 +130,29 @@ class WorkerSpec:
             raise ValueError("a worker's api_key holds a line break or a control character")
 
 
-class Target(TargetView):
+class Target(Charged):
     """One (worker, rank) with what only the gateway knows of it."""
 
     __slots__ = (
         "breaker",
         "calibration",
-        "charged",
         "load_report",
         "paused_firmly",
         "paused_until",
-        "queued",
         "rank",
         "worker",
     )
 
     def __init__(self, id: int, worker: Worker, rank: int) -> None:
-        super().__init__(id=id, name=worker.id if rank == 0 else f"{worker.id}#{rank}")
+        super().__init__(id, worker.id if rank == 0 else f"{worker.id}#{rank}")
         self.worker = worker
         self.rank = rank
         self.breaker = Breaker()
         self.calibration = Calibration()
-        self.charged = 0.0
-        """Seconds of our own prefills in front."""
-        self.queued = 0.0
-        """Seconds that others' waiting requests put in front, as the engine reported."""
         self.paused_firmly = False
         self.paused_until = 0.0
         """It asked for a pause (Retry-After)."""
         self.load_report: Load | None = None
-
-    def recount(self) -> None:
-        """Bring what policies see in line with the accounting."""
-        if not self.running:
-            # Sums of floats drift; an idle target is exactly idle, so that idle targets tie.
-            self.charged = 0.0
-            self.busy = self.foreign
-        self.wait = self.charged + self.queued
 
 
 class Charge:

@@ -50,7 +50,11 @@ class Target:
     """Stable across restarts and replicas; breaks ties."""
     rates: Rates = field(default_factory=Rates)
     wait: float = 0.0
-    """Seconds of prefill work in front of a new request."""
+    """Seconds of prefill work in front of a new request, what is at work counted whole."""
+    head: float = 0.0
+    """Of those, the seconds of what is at work."""
+    since: float = 0.0
+    """When that began."""
     running: int = 0
     """Requests in flight that this gateway sent."""
     foreign: float = 0.0
@@ -67,6 +71,11 @@ class Target:
     def __post_init__(self) -> None:
         if not self.seed:
             self.seed = xxh3_64_intdigest(self.name.encode())
+
+    def waits(self, now: float) -> float:
+        """Seconds of prefill work that are left in front of a request at ``now``."""
+        passed = now - self.since
+        return self.wait - (passed if passed < self.head else self.head)
 
     @property
     def load(self) -> float:
@@ -96,6 +105,10 @@ class Request:
     """Other requests of the same session that run now."""
     prefix: int | None = None
     """64-bit hash of the prompt's start; ``None`` when shorter than that."""
+    crowd: float = 0.0
+    """Requests a second that a second of prefill on one target delays (`policies.demand`)."""
+    turns: float = 4.0
+    """Requests of an ordinary session."""
     restored: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
     """target id -> how many of its holding must first be brought back from host, disk, a shared store; absent is none."""
 
@@ -129,11 +142,13 @@ class Terms(NamedTuple):
     interference: float = 0.0
     placement: float = 0.0
     restore: float = 0.0
+    delay: float = 0.0
+    """What later requests wait longer for it."""
 
     @property
     def total(self) -> float:
         """Seconds in all."""
-        return self.wait + self.prefill + self.interference + self.placement + self.restore
+        return self.wait + self.prefill + self.interference + self.placement + self.restore + self.delay
 
 
 class Choice(NamedTuple):
@@ -267,7 +282,7 @@ def number(policy: str, option: str, value: Any, low: float, high: float) -> flo
 
 
 def _in_module(name: str) -> Any:
-    if name in ("base", "cost") or name.startswith("_"):
+    if name in ("base", "calibrate", "charged", "cost", "demand") or name.startswith("_"):
         return None
     try:
         module = import_module(f"policies.{name}")

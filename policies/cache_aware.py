@@ -10,7 +10,7 @@ from math import inf
 from operator import attrgetter
 
 from policies.base import Candidate, Choice, Fleet, Request, Target, affinities, number
-from policies.cost import homed, interference, placement_bound, restore, terms, turn
+from policies.cost import crowd, homed, interference, placement_bound, promised, restore, terms, turn
 
 _homes = attrgetter("homes")
 
@@ -28,8 +28,11 @@ class CacheAware:
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Costs one pass over the candidates, plus the terms of the best two."""
         targets = fleet.targets
-        least = _least_homed(fleet) if request.session is not None else None
-        costs = _at_once(request, fleet, least) if fleet.uniform else [terms(request, t, least).total for t in targets]
+        least = _least_homed(request, fleet)
+        if fleet.uniform:
+            costs = _at_once(request, fleet, least, now)
+        else:
+            costs = [terms(request, target, least, now).total for target in targets]
         best = _cheapest(costs, targets, request.key)
         home = None if request.home is None else fleet.positions.get(request.home)
         chosen = best
@@ -39,37 +42,43 @@ class CacheAware:
                 reason = "spill" if request.away else "home_gone"
         else:
             margin = turn(targets[home].rates) if self.margin is None else self.margin
+            if request.siblings:
+                # Nobody moves.
+                margin = 0.0
             if home == best or costs[home] - costs[best] <= margin:
                 chosen, reason = home, "home"
             else:
                 reason = "spill" if request.siblings else "moved"
         costs[chosen] = inf
         other = targets[costs.index(min(costs))] if len(costs) > 1 else None
-        other_terms = None if other is None else terms(request, other, least)
+        other_terms = None if other is None else terms(request, other, least, now)
         return Choice(
-            targets[chosen], reason, reason != "spill", terms(request, targets[chosen], least), other, other_terms
+            targets[chosen], reason, reason != "spill", terms(request, targets[chosen], least, now), other, other_terms
         )
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
         """Every candidate's terms: the chosen one first, then by cost."""
-        least = _least_homed(fleet) if request.session is not None else None
+        least = _least_homed(request, fleet)
         chosen = self.choose(request, fleet, now).target
         rows = [
-            Candidate(target, terms(request, target, least), request.holdings.get(target.id, 0))
+            Candidate(target, terms(request, target, least, now), request.holdings.get(target.id, 0))
             for target in fleet.targets
         ]
         return sorted(rows, key=lambda row: (row.target is not chosen, row.terms.total if row.terms else inf))
 
 
-def _least_homed(fleet: Fleet) -> float:
+def _least_homed(request: Request, fleet: Fleet) -> float | None:
+    """``None`` if the request places no session: it has none, or runs beside others of it, which leave the home where it is."""
+    if request.session is None or request.siblings:
+        return None
     targets = fleet.targets
     if fleet.uniform:
         fewest: int = min(map(_homes, targets))
-        return fewest * turn(targets[0].rates)
-    return min([homed(target) for target in targets])
+        return fewest * promised(request, targets[0].rates)
+    return min([homed(request, target) for target in targets])
 
 
-def _at_once(request: Request, fleet: Fleet, least_homed: float | None) -> list[float]:
+def _at_once(request: Request, fleet: Fleet, least: float | None, now: float) -> list[float]:
     """Totals of `cost.terms` for candidates of equal rates.
 
     What every candidate holds is priced once for all; only those that hold more are priced one by one.
@@ -84,31 +93,38 @@ def _at_once(request: Request, fleet: Fleet, least_homed: float | None) -> list[
         shared = min(min([holdings.get(target.id, 0) for target in targets]), tokens)
     prefill = rates.prefill(tokens - shared, shared)
     drag = interference(rates, prefill)
-    if least_homed is None:
-        costs = [target.wait + target.busy * drag + prefill for target in targets]
-        one_turn = 0.0
+    # What is done of the work in front is no wait any more (`Target.waits`, written out: this is the hot path).
+    waits = [each.wait - (done if (done := now - each.since) < each.head else each.head) for each in targets]
+    many = crowd(request)
+    delayed = 1.0 + many * prefill
+    fixed = prefill * (1.0 + 0.5 * many * prefill)
+    one, most = 0.0, inf
+    if least is None:
+        costs = [wait * delayed + each.busy * drag + fixed for wait, each in zip(waits, targets, strict=True)]
     else:
-        one_turn = turn(rates)
-        most = placement_bound(rates, tokens) + least_homed
-        fixed = prefill - least_homed
-        costs = [target.wait + target.busy * drag + target.homes * one_turn + fixed for target in targets]
-        # A cost far over the least may hide a promise over its bound; nearly always there is none.
-        if max(costs) - fixed > most:
+        one, most = promised(request, rates), placement_bound(rates, tokens)
+        both = zip(waits, targets, strict=True)
+        if max(map(_homes, targets)) * one - least <= most:
+            fixed -= least
+            costs = [wait * delayed + each.busy * drag + each.homes * one + fixed for wait, each in both]
+        else:
             costs = [
-                target.wait + target.busy * drag + min(target.homes * one_turn, most) + fixed for target in targets
+                wait * delayed + each.busy * drag + min(each.homes * one - least, most) + fixed for wait, each in both
             ]
+        if request.home is not None and (at := positions.get(request.home)) is not None:
+            costs[at] -= min(targets[at].homes * one - least, most)
     for id_, held in [item for item in holdings.items() if item[1] > shared]:
         at = positions.get(id_)
         if at is not None:
-            target, held = targets[at], min(held, tokens)
-            more = rates.prefill(tokens - held, held)
-            costs[at] += more - prefill + target.busy * (interference(rates, more) - drag)
+            held = min(held, tokens)
+            less = rates.prefill(tokens - held, held)
+            wait, busy = waits[at], targets[at].busy
+            costs[at] += less - prefill + busy * (interference(rates, less) - drag)
+            costs[at] += many * (less * (wait + 0.5 * less) - prefill * (wait + 0.5 * prefill))
     for id_ in request.restored:
         at = positions.get(id_)
         if at is not None:
             costs[at] += restore(request, targets[at])
-    if one_turn and request.home is not None and (at := positions.get(request.home)) is not None:
-        costs[at] -= min(targets[at].homes * one_turn - (least_homed or 0.0), placement_bound(rates, tokens))
     return costs
 
 

@@ -1,7 +1,7 @@
 """Seconds: what it costs to send a request to a target.
 
-``wait + prefill + restore + interference + placement``, each defined below. All rates come from the target (`Rates`), which the
-gateway learns; nothing here is a tuning knob.
+``wait + prefill + restore + interference + delay + placement``, each defined below. All rates come from the target (`Rates`)
+and from what is asked (`policies.demand`), which the gateway learns; nothing here is a tuning knob.
 """
 
 from policies.base import Rates, Request, Target, Terms
@@ -15,6 +15,9 @@ DELAYED = 0.05
 TURN_TOKENS = 700
 """Uncached tokens of an ordinary agent turn (median of real coding-agent traces: 713)."""
 
+
+AHEAD = 4.0
+"""Of the turns that a session will take, how many its home is charged with: those further off may come anywhere."""
 
 BEYOND = 4
 """Turns by which promised load may outweigh a whole prefill."""
@@ -30,9 +33,24 @@ def interference(rates: Rates, prefill: float) -> float:
     return DELAYED * prefill + EXPECTED_OUTPUT * rates.decode
 
 
-def homed(target: Target) -> float:
-    """Seconds of prefill if every session at home on ``target`` took a turn now: the load that it is promised."""
-    return target.homes * turn(target.rates)
+def promised(request: Request, rates: Rates) -> float:
+    """Seconds of prefill that each session at home on a target promises to it."""
+    return min(request.turns, AHEAD) * turn(rates)
+
+
+def homed(request: Request, target: Target) -> float:
+    """Seconds that all sessions at home on ``target`` promise to it."""
+    return target.homes * promised(request, target.rates)
+
+
+def crowd(request: Request) -> float:
+    """`Request.crowd`; none for one that runs beside others of its session: they will find what it computes."""
+    return 0.0 if request.siblings else request.crowd
+
+
+def delay(request: Request, wait: float, prefill: float) -> float:
+    """Seconds that later requests wait longer for a prefill behind ``wait`` (`policies.demand`)."""
+    return crowd(request) * prefill * (wait + 0.5 * prefill)
 
 
 def placement_bound(rates: Rates, tokens: int) -> float:
@@ -53,10 +71,10 @@ def restore(request: Request, target: Target) -> float:
     return told[0] * host + told[1] * disk + told[2] * shared
 
 
-def terms(request: Request, target: Target, least_homed: float | None) -> Terms:
+def terms(request: Request, target: Target, least: float | None, now: float) -> Terms:
     """Cost of ``request`` on ``target``.
 
-    ``least_homed``: the least `homed` of all candidates; ``None`` when the request places no session. Between the turns of
+    ``least``: the least `homed` of all candidates; ``None`` when the request places no session. Between the turns of
     causal agents nothing is in flight, so a session is placed by the load that it will meet: what a candidate is promised
     more than the least promised one, up to `placement_bound`.
     """
@@ -65,10 +83,11 @@ def terms(request: Request, target: Target, least_homed: float | None) -> Terms:
     held = min(request.holdings.get(target.id, 0), tokens)
     prefill = rates.prefill(tokens - held, held)
     placement = 0.0
-    if least_homed is not None and request.home != target.id:
-        placement = min(homed(target) - least_homed, placement_bound(rates, tokens))
-    wait = target.wait
+    if least is not None and request.home != target.id:
+        placement = min(homed(request, target) - least, placement_bound(rates, tokens))
+    wait = target.waits(now)
     if target.share < 1.0:
         wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))
     drag = target.busy * interference(rates, prefill) if target.busy else 0.0
-    return Terms(wait, prefill, drag, placement, restore(request, target) if request.restored else 0.0)
+    back = restore(request, target) if request.restored else 0.0
+    return Terms(wait, prefill, drag, placement, back, delay(request, wait, prefill) if request.crowd else 0.0)

@@ -17,7 +17,7 @@ class LMetric:
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Ties go by rendezvous on the request's draw."""
-        scores = [_score(request, target) for target in fleet.targets]
+        scores = [_score(request, target, now) for target in fleet.targets]
         least = min(scores)
         tied = [target for target, score in zip(fleet.targets, scores, strict=True) if score == least]
         chosen = tied[0] if len(tied) == 1 else rendezvous(request.draw, tied)
@@ -26,13 +26,13 @@ class LMetric:
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
         """The chosen one, then by score; a product of tokens and requests is no cost in seconds."""
         chosen = self.choose(request, fleet, now).target
-        ranked = sorted(fleet.targets, key=lambda target: (target is not chosen, _score(request, target)))
+        ranked = sorted(fleet.targets, key=lambda target: (target is not chosen, _score(request, target, now)))
         return [Candidate(target, None, request.holdings.get(target.id, 0)) for target in ranked]
 
 
-def _score(request: Request, target: Target) -> float:
+def _score(request: Request, target: Target, now: float) -> float:
     tokens = request.tokens or 0
     uncached = tokens - min(request.holdings.get(target.id, 0), tokens)
     # What waits is known in seconds; an engine's own price of a token turns it back.
-    waiting = target.wait / target.rates.token
+    waiting = target.waits(now) / target.rates.token
     return (waiting + max(1, uncached)) * (target.load + 1.0)

@@ -22,7 +22,7 @@ class Sticky:
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Ties go by rendezvous on the request's draw."""
-        costs = {target.id: terms(request, target, None).total for target in fleet.targets}
+        costs = {target.id: terms(request, target, None, now).total for target in fleet.targets}
         best = _soonest(request, fleet.targets, costs)
         enough = max(1.0, self.threshold * (request.tokens or 0))
         holders = [target for target in fleet.targets if request.holdings.get(target.id, 0) >= enough]
@@ -37,7 +37,7 @@ class Sticky:
         """The chosen one, then by cost."""
         chosen = self.choose(request, fleet, now).target
         rows = [
-            Candidate(target, terms(request, target, None), request.holdings.get(target.id, 0))
+            Candidate(target, terms(request, target, None, now), request.holdings.get(target.id, 0))
             for target in fleet.targets
         ]
         return sorted(rows, key=lambda row: (row.target is not chosen, row.terms.total if row.terms else 0.0))

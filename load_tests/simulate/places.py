@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kv_index.radix import Node
 from load_tests.simulate.traffic import Turn
 from policies.base import Rates, Request, Target
+from policies.charged import Charged
 
 
 class Reported(NamedTuple):
@@ -18,16 +19,14 @@ class Reported(NamedTuple):
     """Share of its KV cache that running requests have."""
 
 
-class Place(Target):
+class Place(Charged):
     """One target with its charges, and what other routers' rules count."""
 
-    __slots__ = ("active", "charged", "filled", "pending", "queued", "reported", "reused", "since")
+    __slots__ = ("active", "filled", "joined", "pending", "reported", "reused")
 
     def __init__(self, id: int, rates: Rates) -> None:
-        super().__init__(id=id, name=f"worker-{id}", rates=rates)
-        self.charged = 0.0
-        self.queued = 0.0
-        self.since: float | None = None
+        super().__init__(id, f"worker-{id}", rates)
+        self.joined: float | None = None
         """When it joined a fleet at work; ``None``: it was there from the beginning."""
         self.pending = 0
         """Uncached tokens of prompts that have not begun to answer."""
@@ -38,13 +37,6 @@ class Place(Target):
         """Share of its cache that is believed to be in use."""
         self.reused = 0.0
         """Share of recent prompts' tokens that it found cached."""
-
-    def recount(self) -> None:
-        """An idle target is exactly idle, so that idle targets tie."""
-        if not self.running:
-            self.charged = 0.0
-            self.busy = self.foreign
-        self.wait = self.charged + self.queued
 
     def emptied(self) -> None:
         """Its engine died, and everything on it."""

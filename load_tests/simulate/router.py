@@ -20,6 +20,7 @@ from load_tests.simulate.places import Asking, Decisions, Place, Reported, Sent,
 from load_tests.simulate.traffic import Turn
 from policies.base import Choice, Fleet, Policy, Rates, rendezvous
 from policies.calibrate import Calibration
+from policies.demand import Demand
 
 IDLE = 1800.0
 """Seconds after which an unused session is forgotten, as the gateway has it by default."""
@@ -60,6 +61,7 @@ class Router:
         self.beliefs = Beliefs(workers, options, told, answers)
         self.sessions: OrderedDict[str, Session] = OrderedDict()
         self.decisions = Decisions()
+        self.demand = Demand()
         self._committed: Callable[[Asking, Choice], None] | None = getattr(policy, "committed", None)
         self._random = Random(seed)
         self._ordinal = 0
@@ -81,6 +83,7 @@ class Router:
         session = self._session(name, now) if name is not None and policy.needs_session else None
         if session is not None:
             request.session, request.home, request.siblings = session.hash, session.home, session.running
+        request.crowd, request.turns = self.demand.crowd(len(self.fleet.targets), now), self.demand.turns
         symbols, depths = self.beliefs.match(request, turn, session, now) if policy.needs_prefix else (b"", {})
         choice = policy.choose(request, self.fleet, now)
         place = self.places[choice.target.id]
@@ -91,7 +94,9 @@ class Router:
         alone = not place.running and not place.foreign
         uncached = turn.tokens - held
         sent = Sent(place.id, turn, now, choice.reason, session, request.home, seconds, uncached, alone, depths)
+        self.demand.sent(seconds, now)
         if session is not None:
+            self.demand.turn(request.home is None)
             session.running += 1
             if session.home is None or choice.moves_home:
                 self._bind(session, place.id)
@@ -101,10 +106,9 @@ class Router:
         if self._committed is not None:
             self._committed(request, choice)
         place.running += 1
-        place.charged += seconds
+        place.charge(sent, seconds, now)
         place.pending += uncached
         place.active += turn.tokens
-        place.wait = place.charged + place.queued
         return sent
 
     def _session(self, name: str, now: float) -> Session:
@@ -136,7 +140,7 @@ class Router:
     def handed(self, sent: Sent, now: float) -> int:
         """The prompt is computed; who generates: the one with the fewest requests, ties by the session."""
         place = self.places[sent.target]
-        place.charged -= sent.seconds
+        place.discharge(sent, now)
         place.pending -= sent.uncached
         place.running -= 1
         place.active -= sent.turn.tokens
@@ -157,9 +161,8 @@ class Router:
         place.busy += 1
         if sent.decoder is None:
             sent.alone = sent.alone and place.running == 1
-            place.charged -= sent.seconds
+            place.discharge(sent, now)
             place.pending -= sent.uncached
-        place.wait = place.charged + place.queued
 
     def ended(self, sent: Sent, cached: int, now: float) -> None:
         """The answer is complete, and says how much of the prompt was ``cached``."""
@@ -196,8 +199,8 @@ class Router:
             place.busy += foreign - place.foreign
             place.foreign = foreign
             place.recount()
-            if place.since is not None and place.share < 1.0:
-                passed = (now - place.since) / SLOW_START
+            if place.joined is not None and place.share < 1.0:
+                passed = (now - place.joined) / SLOW_START
                 place.share = min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * passed)
                 shares = True
         if shares:
@@ -212,7 +215,7 @@ class Router:
     def joined(self, target: int, now: float) -> None:
         """A new engine serves, with an empty cache."""
         place = self.places[target]
-        place.since, place.share = now, FIRST_SHARE
+        place.joined, place.share = now, FIRST_SHARE
         self._absent.discard(target)
         self._see()
 

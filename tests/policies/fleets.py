@@ -48,12 +48,15 @@ def fleets(draw: st.DrawFn, most: int = 9, equal_rates: bool | None = None, slow
     same = draw(st.booleans()) if equal_rates is None else equal_rates
     slowly = draw(st.booleans()) if slow is None else slow
     kinds = [draw(rates)] if same else draw(st.lists(rates, min_size=1, max_size=3))
+    waits = [draw(seconds) for _ in range(count)]
     return Fleet(
         [
             target(
                 id * 3,
                 rates=draw(st.sampled_from(kinds)),
-                wait=draw(seconds),
+                wait=waits[id],
+                head=draw(st.sampled_from([0.0, 0.5, 1.0])) * waits[id],
+                since=draw(st.floats(-30, 5)),
                 running=draw(st.integers(0, 50)),
                 foreign=float(draw(st.integers(0, 20))),
                 busy=float(draw(st.integers(0, 50))),
@@ -79,6 +82,8 @@ def requests(draw: st.DrawFn, fleet: Fleet) -> Request:
         home=None if session is None else draw(st.none() | ids),
         siblings=draw(st.integers(0, 3)),
         prefix=draw(st.none() | bits),
+        crowd=draw(st.sampled_from([0.0, 0.1, 2.0])),
+        turns=draw(st.floats(1, 50)),
     )
 
 

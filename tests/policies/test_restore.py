@@ -38,7 +38,7 @@ def test_each_tier_has_its_own_price(told: tuple[int, int, int]) -> None:
     rates = one.rates.restore
     assert price == pytest.approx(host * rates[0] + disk * rates[1] + shared * rates[2])
     assert restore(request({1: TOKENS}, {2: told}), one) == 0.0
-    assert terms(request({1: TOKENS}, {1: told}), one, None).restore == pytest.approx(price)
+    assert terms(request({1: TOKENS}, {1: told}), one, None, 0.0).restore == pytest.approx(price)
 
 
 def test_what_is_on_the_device_is_preferred_to_what_is_in_host_memory() -> None:

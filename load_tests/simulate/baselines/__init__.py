@@ -9,12 +9,13 @@ from collections.abc import Callable
 from load_tests.simulate.baselines.blends import LlmdBlend
 from load_tests.simulate.baselines.hashes import SessionHash
 from load_tests.simulate.baselines.preble import Preble
-from load_tests.simulate.baselines.seconds import DynamoCost, MooncakeLeast, Oracle
+from load_tests.simulate.baselines.seconds import DynamoCost, LeastWait, MooncakeLeast, Oracle
 from load_tests.simulate.baselines.sglang import SglangCacheAware
 from policies.base import Policy
 
 BASELINES: dict[str, Callable[[], Policy]] = {
-    kind.name: kind for kind in (DynamoCost, LlmdBlend, MooncakeLeast, Oracle, Preble, SessionHash, SglangCacheAware)
+    kind.name: kind
+    for kind in (DynamoCost, LeastWait, LlmdBlend, MooncakeLeast, Oracle, Preble, SessionHash, SglangCacheAware)
 }
 
 __all__ = ["BASELINES"]

@@ -41,8 +41,18 @@ class MooncakeLeast(ByLoad):
         costs = []
         for target in fleet.targets:
             held = min(request.holdings.get(target.id, 0), tokens)
-            costs.append(target.wait + target.rates.prefill(tokens - held, held))
+            costs.append(target.waits(now) + target.rates.prefill(tokens - held, held))
         return Choice(_cheapest(request, fleet, costs), "soonest")
+
+
+class LeastWait(ByLoad):
+    """Least prefill work in front; reads no cache."""
+
+    name = "least_wait"
+
+    def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
+        """Ties go by rendezvous on the request's draw."""
+        return Choice(_cheapest(request, fleet, [target.waits(now) for target in fleet.targets]), "soonest")
 
 
 class Oracle(ByLoad):
@@ -54,5 +64,5 @@ class Oracle(ByLoad):
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Reads prompts in flight, and requests."""
-        costs = [target.wait + 1e-3 * target.running for target in fleet.targets]
+        costs = [target.waits(now) + 1e-3 * target.running for target in fleet.targets]
         return Choice(_cheapest(request, fleet, costs), "soonest")

@@ -1,0 +1,54 @@
+"""A target with the prefill work that was sent to it: who keeps targets current charges them here.
+
+Work is charged when it is sent and taken off when its answer begins. Engines compute prompts in the order in which they come,
+so the oldest charge is the one at work: what passed of it is no wait any more (`Target.waits`).
+"""
+
+from policies.base import Rates, Target
+
+
+class Charged(Target):
+    """See the module's head; seconds on whatever clock ``now`` is."""
+
+    __slots__ = ("ahead", "charged", "queued")
+
+    def __init__(self, id: int, name: str, rates: Rates | None = None) -> None:
+        super().__init__(id=id, name=name, rates=rates or Rates())
+        self.ahead: dict[object, float] = {}
+        """Charges by whoever was charged, the oldest first."""
+        self.charged = 0.0
+        """Their sum."""
+        self.queued = 0.0
+        """Seconds that others' waiting requests put in front, as the engine reported."""
+
+    def charge(self, whom: object, seconds: float, now: float) -> None:
+        """Work of ``seconds`` was sent for ``whom``, who was not charged yet."""
+        if not self.ahead:
+            self.head, self.since = seconds, now
+        self.ahead[whom] = seconds
+        self.charged += seconds
+        self.wait = self.charged + self.queued
+
+    def discharge(self, whom: object, now: float) -> None:
+        """It is done, or will not be; safe to call again."""
+        ahead = self.ahead
+        if whom not in ahead:
+            return
+        was_head = next(iter(ahead)) is whom
+        seconds = ahead.pop(whom)
+        if ahead:
+            self.charged -= seconds
+            if was_head:
+                self.head, self.since = next(iter(ahead.values())), now
+        else:
+            # Sums of floats drift; an idle target is exactly idle, so that idle targets tie.
+            self.charged = self.head = 0.0
+        self.wait = self.charged + self.queued
+
+    def recount(self) -> None:
+        """Bring what policies see in line with the accounting."""
+        if not self.running:
+            self.ahead.clear()
+            self.charged = self.head = 0.0
+            self.busy = self.foreign
+        self.wait = self.charged + self.queued
