@@ -420,10 +420,10 @@ class Gateway:
             return
         if usage is not None and usage.prompt is not None and usage.cached is not None:
             # What the engine says was computed, not what was believed: a wrong belief must not become a rate.
-            target.calibration.first_byte(usage.prompt - usage.cached, usage.cached, seconds)
+            self.fleet.learn(target, usage.prompt - usage.cached, usage.cached, seconds)
         elif exchange.ask.request.tokens is not None:
             context = exchange.ask.context
-            target.calibration.first_byte(exchange.ask.request.tokens - context, context, seconds)
+            self.fleet.learn(target, exchange.ask.request.tokens - context, context, seconds)
 
     def _count_usage(self, exchange: Exchange, usage: Usage, tally: Tally) -> None:
         ask = exchange.ask

@@ -17,7 +17,7 @@ from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.workers import Charge, Facts, Load, ServedModel, State, Target, Worker, WorkerSpec
 from policies.base import Fleet as View, Rates
-from policies.calibrate import Calibration
+from policies.calibrate import Calibration, Pace
 
 SLOW_START = 30.0
 """Seconds in which a cold worker works its way up to its fair share."""
@@ -113,7 +113,7 @@ class Fleet:
         model = facts.models[0].name if facts.models else ""
         for target in worker.targets:
             target.calibration = self.calibration(model, facts.engine)
-            target.rates = target.calibration.rates
+            target.rates = target.pace.own or target.calibration.rates
         if restarted:
             self.restarted(worker)
         self.changed()
@@ -121,6 +121,8 @@ class Fleet:
     def restarted(self, worker: Worker) -> None:
         """The engine's process is a new one: its cache is empty, its connections are gone."""
         for target in worker.targets:
+            target.pace = Pace()
+            target.rates = target.calibration.rates
             self.forget(target.id)
         worker.pool.close_idle()
         if worker.state is State.READY:
@@ -134,6 +136,11 @@ class Fleet:
         if found is None:
             found = self.calibrations[key] = Calibration(Rates())
         return found
+
+    def learn(self, target: Target, uncached: float, context: float, seconds: float) -> None:
+        """A prompt that met an idle ``target`` took ``seconds`` to its first byte."""
+        if target.learn(target.calibration, uncached, context, seconds):
+            self._views.clear()
 
     # -- states -----------------------------------------------------------------------------------------------------
 

@@ -252,7 +252,7 @@ class Holdings:
         told = self.options.restore.get(listed[0]) if listed else None
         for target in worker.targets:
             if told is not None and not target.calibration.restores:
-                target.rates.restore = told
+                target.calibration.rates.restore = told
             self._fit(target)
 
     def describe(self, model: Model) -> None:

@@ -16,13 +16,18 @@ _homes = attrgetter("homes")
 
 
 class CacheAware:
-    """Least expected seconds; ``margin`` (seconds) is what a move must save, by default one ordinary turn."""
+    """Least expected seconds.
+
+    ``margin`` (seconds) is what a move must save, by default one ordinary turn. ``thrift`` trades answers that come sooner for
+    tokens that are not computed again: for how many more times its own seconds a prefill counts.
+    """
 
     name = "cache_aware"
     needs_prefix = True
     needs_session = True
 
-    def __init__(self, *, margin: float | None = None) -> None:
+    def __init__(self, *, margin: float | None = None, thrift: float = 0.0) -> None:
+        self.thrift = number(self.name, "thrift", thrift, 0.0, 100.0)
         self.margin = None if margin is None else number(self.name, "margin", margin, 0.0, 3600.0)
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
@@ -30,9 +35,9 @@ class CacheAware:
         targets = fleet.targets
         least = _least_homed(request, fleet)
         if fleet.uniform:
-            costs = _at_once(request, fleet, least, now)
+            costs = _at_once(request, fleet, least, now, self.thrift)
         else:
-            costs = [terms(request, target, least, now).total for target in targets]
+            costs = [terms(request, target, least, now, self.thrift).total for target in targets]
         best = _cheapest(costs, targets, request.key)
         home = None if request.home is None else fleet.positions.get(request.home)
         chosen = best
@@ -51,17 +56,16 @@ class CacheAware:
                 reason = "spill" if request.siblings else "moved"
         costs[chosen] = inf
         other = targets[costs.index(min(costs))] if len(costs) > 1 else None
-        other_terms = None if other is None else terms(request, other, least, now)
-        return Choice(
-            targets[chosen], reason, reason != "spill", terms(request, targets[chosen], least, now), other, other_terms
-        )
+        other_terms = None if other is None else terms(request, other, least, now, self.thrift)
+        own_terms = terms(request, targets[chosen], least, now, self.thrift)
+        return Choice(targets[chosen], reason, reason != "spill", own_terms, other, other_terms)
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
         """Every candidate's terms: the chosen one first, then by cost."""
         least = _least_homed(request, fleet)
         chosen = self.choose(request, fleet, now).target
         rows = [
-            Candidate(target, terms(request, target, least, now), request.holdings.get(target.id, 0))
+            Candidate(target, terms(request, target, least, now, self.thrift), request.holdings.get(target.id, 0))
             for target in fleet.targets
         ]
         return sorted(rows, key=lambda row: (row.target is not chosen, row.terms.total if row.terms else inf))
@@ -78,7 +82,7 @@ def _least_homed(request: Request, fleet: Fleet) -> float | None:
     return min([homed(request, target) for target in targets])
 
 
-def _at_once(request: Request, fleet: Fleet, least: float | None, now: float) -> list[float]:
+def _at_once(request: Request, fleet: Fleet, least: float | None, now: float, thrift: float) -> list[float]:
     """Totals of `cost.terms` for candidates of equal rates.
 
     What every candidate holds is priced once for all; only those that hold more are priced one by one.
@@ -97,7 +101,8 @@ def _at_once(request: Request, fleet: Fleet, least: float | None, now: float) ->
     waits = [each.wait - (done if (done := now - each.since) < each.head else each.head) for each in targets]
     many = crowd(request)
     delayed = 1.0 + many * prefill
-    fixed = prefill * (1.0 + 0.5 * many * prefill)
+    weight = 1.0 + thrift
+    fixed = prefill * (weight + 0.5 * many * prefill)
     one, most = 0.0, inf
     if least is None:
         costs = [wait * delayed + each.busy * drag + fixed for wait, each in zip(waits, targets, strict=True)]
@@ -119,7 +124,7 @@ def _at_once(request: Request, fleet: Fleet, least: float | None, now: float) ->
             held = min(held, tokens)
             less = rates.prefill(tokens - held, held)
             wait, busy = waits[at], targets[at].busy
-            costs[at] += less - prefill + busy * (interference(rates, less) - drag)
+            costs[at] += weight * (less - prefill) + busy * (interference(rates, less) - drag)
             costs[at] += many * (less * (wait + 0.5 * less) - prefill * (wait + 0.5 * prefill))
     for id_ in request.restored:
         at = positions.get(id_)

@@ -5,7 +5,7 @@ the coefficients are `Rates.base`, `Rates.token` and `Rates.attention`. Old samp
 samples, so that the coefficients stay sane while there is no variety.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from policies.base import Rates
 
@@ -18,6 +18,14 @@ LEARNING = 0.1
 """Weight of one sample of restoring, once there are several."""
 LONGEST = 1e8
 """Tokens beyond which an observation is none."""
+RECENT = 0.95
+"""Weight that a sample of one target's pace loses with each later one: about twenty count."""
+ENOUGH = 8
+"""Samples of a target's pace before it is believed."""
+APART = 1.33
+"""Times that a target must be slower or faster than its kind to be priced by itself."""
+AGAIN = 1.15
+"""Times within which it is priced as its kind again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +82,43 @@ class Calibration:
         self.rates.base = min(max(base, 1e-4), 10.0)
         self.rates.token = min(max(token / 1e3, 1e-7), 0.1)
         self.rates.attention = min(max(attention / 1e6, 0.0), 1e-6)
+
+
+@dataclass(slots=True, eq=False)
+class Pace:
+    """How one target differs from the others of its kind: another clock, a neighbour, a worse link."""
+
+    own: Rates | None = None
+    """Its own rates, while it differs."""
+    samples: int = 0
+    _expected: float = 0.0
+    _taken: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Times as long as its kind that it takes; 1 while that is not known."""
+        if self.samples < ENOUGH or not self._expected:
+            return 1.0
+        return min(max(self._taken / self._expected, 0.1), 10.0)
+
+    def first_byte(self, kind: Rates, uncached: float, context: float, seconds: float) -> Rates:
+        """One observation as those of `Calibration.first_byte`; returns the rates to price it by: ``kind``, or its own."""
+        if not (0 < seconds <= 600 and 0 <= uncached <= LONGEST and 0 <= context <= LONGEST):
+            return self.own or kind
+        self.samples += 1
+        self._expected = RECENT * self._expected + kind.prefill(uncached, context)
+        self._taken = RECENT * self._taken + seconds
+        factor = self.factor
+        apart = AGAIN if self.own is not None else APART
+        if 1 / apart < factor < apart:
+            self.own = None
+            return kind
+        if self.own is None:
+            self.own = replace(kind)
+        self.own.base, self.own.token = kind.base * factor, kind.token * factor
+        self.own.attention, self.own.decode = kind.attention * factor, kind.decode * factor
+        self.own.restore = kind.restore
+        return self.own
 
 
 def _cramer(gram: tuple[float, ...], m: list[float]) -> tuple[float, float, float] | None:

@@ -5,12 +5,13 @@ so the oldest charge is the one at work: what passed of it is no wait any more (
 """
 
 from policies.base import Rates, Target
+from policies.calibrate import Calibration, Pace
 
 
 class Charged(Target):
     """See the module's head; seconds on whatever clock ``now`` is."""
 
-    __slots__ = ("ahead", "charged", "queued")
+    __slots__ = ("ahead", "charged", "pace", "queued")
 
     def __init__(self, id: int, name: str, rates: Rates | None = None) -> None:
         super().__init__(id=id, name=name, rates=rates or Rates())
@@ -20,6 +21,7 @@ class Charged(Target):
         """Their sum."""
         self.queued = 0.0
         """Seconds that others' waiting requests put in front, as the engine reported."""
+        self.pace = Pace()
 
     def charge(self, whom: object, seconds: float, now: float) -> None:
         """Work of ``seconds`` was sent for ``whom``, who was not charged yet."""
@@ -44,6 +46,14 @@ class Charged(Target):
             # Sums of floats drift; an idle target is exactly idle, so that idle targets tie.
             self.charged = self.head = 0.0
         self.wait = self.charged + self.queued
+
+    def learn(self, kind: Calibration, uncached: float, context: float, seconds: float) -> bool:
+        """A prompt with nothing in front of it took ``seconds``; its ``kind`` learns from it too. Whether the target is priced
+        by other rates now than before: by its own, or by those of its kind again."""
+        before = self.rates
+        kind.first_byte(uncached, context, seconds)
+        self.rates = self.pace.first_byte(kind.rates, uncached, context, seconds)
+        return self.rates is not before
 
     def recount(self) -> None:
         """Bring what policies see in line with the accounting."""

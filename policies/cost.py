@@ -71,8 +71,8 @@ def restore(request: Request, target: Target) -> float:
     return told[0] * host + told[1] * disk + told[2] * shared
 
 
-def terms(request: Request, target: Target, least: float | None, now: float) -> Terms:
-    """Cost of ``request`` on ``target``.
+def terms(request: Request, target: Target, least: float | None, now: float, thrift: float = 0.0) -> Terms:
+    """Cost of ``request`` on ``target``; ``thrift``: for how many more times its seconds a prefill counts.
 
     ``least``: the least `homed` of all candidates; ``None`` when the request places no session. Between the turns of
     causal agents nothing is in flight, so a session is placed by the load that it will meet: what a candidate is promised
@@ -90,4 +90,4 @@ def terms(request: Request, target: Target, least: float | None, now: float) -> 
         wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))
     drag = target.busy * interference(rates, prefill) if target.busy else 0.0
     back = restore(request, target) if request.restored else 0.0
-    return Terms(wait, prefill, drag, placement, back, delay(request, wait, prefill) if request.crowd else 0.0)
+    return Terms(wait, prefill, drag, placement, back, delay(request, wait, prefill) + thrift * prefill)

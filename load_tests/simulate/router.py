@@ -178,7 +178,9 @@ class Router:
         if sent.session is not None:
             sent.session.running = max(0, sent.session.running - 1)
         if sent.alone and self.learning is not None:
-            self.learning.first_byte(sent.turn.tokens - cached, cached, sent.first - sent.at)
+            uncached = sent.turn.tokens - cached
+            if place.learn(self.learning, uncached, cached, sent.first - sent.at):
+                self._see()
 
     def failed(self, sent: Sent) -> None:
         """Its engine died, and with it the request; `died` has been told."""

@@ -56,7 +56,7 @@ def fleets(draw: st.DrawFn, most: int = 9, equal_rates: bool | None = None, slow
                 rates=draw(st.sampled_from(kinds)),
                 wait=waits[id],
                 head=draw(st.sampled_from([0.0, 0.5, 1.0])) * waits[id],
-                since=draw(st.floats(-30, 5)),
+                since=draw(st.floats(-30, 0)),
                 running=draw(st.integers(0, 50)),
                 foreign=float(draw(st.integers(0, 20))),
                 busy=float(draw(st.integers(0, 50))),

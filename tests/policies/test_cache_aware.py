@@ -96,10 +96,10 @@ def test_no_target_is_chosen_that_is_worse_in_everything_than_another(case: tupl
         return min(tokens, request.holdings.get(each.id, 0))
 
     for each in targets.targets:
-        worse = chosen.wait > each.wait + 1e-6 and held(chosen) <= held(each) and chosen.busy >= each.busy
+        worse = chosen.waits(0.0) > each.waits(0.0) + 1e-6 and held(chosen) <= held(each) and chosen.busy >= each.busy
         assert not worse, "it waits longer, holds no more and is no less busy"
         if request.tokens is not None and held(each) > held(chosen):
-            assert not (chosen.wait >= each.wait + 1e-6 and chosen.busy >= each.busy)
+            assert not (chosen.waits(0.0) >= each.waits(0.0) + 1e-6 and chosen.busy >= each.busy)
 
 
 @given(fleets(slow=False, equal_rates=True), st.integers(1, 60_000), st.integers(0, 60_000), bits)
@@ -284,3 +284,21 @@ def test_a_home_that_rests_keeps_its_sessions() -> None:
     for policy in (POLICY, load("session")):
         choice = policy.choose(request, targets, 0.0)
         assert (choice.reason, choice.moves_home) == ("spill", False)
+
+
+def test_thrift_waits_longer_for_what_is_cached() -> None:
+    targets = Fleet([target(0, wait=1.0), target(1)])
+    held = Request(tokens=10_000, holdings={0: 8_000})
+    assert POLICY.choose(held, targets, 0.0).target.id == 1
+    assert load("cache_aware", {"thrift": 1.0}).choose(held, targets, 0.0).target.id == 0
+
+
+@given(asked(slow=False, equal_rates=True))
+def test_thrift_is_priced_at_once_as_one_by_one(case: tuple[Fleet, Request]) -> None:
+    targets, request = case
+    choice = load("cache_aware", {"thrift": 2.0, "margin": 0.0}).choose(request, targets, 5.0)
+    places = request.session is not None and not request.siblings
+    least = min(homed(request, each) for each in targets.targets) if places else None
+    totals = [terms(request, each, least, 5.0, 2.0).total for each in targets.targets]
+    assert choice.terms is not None
+    assert choice.terms.total == pytest.approx(min(totals), rel=1e-9, abs=1e-9)

@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 
 from load_tests.engine.physics import Rates as Physics, unloaded_prefill_seconds
 from policies.base import Rates
-from policies.calibrate import Calibration
+from policies.calibrate import Calibration, Pace
+from policies.charged import Charged
 
 TRUE = [
     Rates(base=0.03, token=5e-5, attention=2e-9),
@@ -122,3 +123,50 @@ def test_what_an_engine_s_physics_cost_is_learned() -> None:
             seconds = random.choice([0.0, -1.0, 700.0])
         learned.first_byte(uncached, context, seconds)
     assert learned.rates.token == pytest.approx(60e-6 + 8e-3 / 2048, rel=0.25)
+
+
+# -- one target beside its kind ----------------------------------------------------------------------------------------
+
+
+def test_a_target_half_as_fast_is_priced_by_itself_and_by_its_kind_again() -> None:
+    kind, slow, fast = Calibration(), Charged(0, "slow"), Charged(1, "fast")
+    slow.rates = fast.rates = kind.rates
+    changes = []
+    for number in range(40):
+        uncached = 500 + 700 * (number % 7)
+        seconds = Rates().prefill(uncached, 0)
+        fast.learn(kind, uncached, 0, seconds)
+        fast.learn(kind, uncached, 0, seconds)
+        changes.append(slow.learn(kind, uncached, 0, 2 * seconds))
+    assert changes.count(True) == 1
+    assert slow.rates is not kind.rates
+    assert fast.rates is kind.rates
+    assert slow.rates.prefill(2000, 0) / fast.rates.prefill(2000, 0) == pytest.approx(slow.pace.factor, rel=1e-6)
+    assert 1.4 < slow.pace.factor < 2.1
+    for number in range(80):
+        uncached = 500 + 700 * (number % 7)
+        slow.learn(kind, uncached, 0, kind.rates.prefill(uncached, 0))
+    assert slow.rates is kind.rates, "what passed is forgotten"
+
+
+def test_a_few_odd_samples_are_no_pace() -> None:
+    kind, one = Calibration(), Charged(0, "t")
+    one.rates = kind.rates
+    for _ in range(7):
+        assert not one.learn(kind, 1000, 0, 5.0)
+    assert one.rates is kind.rates
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 0.0, 1e9])
+def test_what_is_no_observation_changes_no_pace(bad: float) -> None:
+    pace, kind = Pace(), Rates()
+    for _ in range(20):
+        assert pace.first_byte(kind, 1000, 0, bad) is kind
+    assert (pace.samples, pace.factor) == (0, 1.0)
+
+
+def test_a_pace_has_bounds() -> None:
+    pace, kind = Pace(), Rates()
+    for _ in range(50):
+        pace.first_byte(kind, 1, 0, 599.0)
+    assert pace.factor == 10.0
