@@ -2,14 +2,17 @@
 
 As its documentation tells it: if the fleet is imbalanced (the most loaded has over `ABSOLUTE` requests more than the least,
 and over `RELATIVE` times as many), the least loaded gets the request. Otherwise, if more than `THRESHOLD` of the prompt
-matches the tree, the worker that was last seen at the deepest match; else the least loaded. The tree learns every prompt at
-the worker that got it. It has a bound, and forgets by age; it does not know what engines hold.
+matches the tree, the worker that brought the deepest of the matching text; else the least loaded. The tree learns every
+prompt. It has a bound, and forgets by age; it does not know what engines hold.
+
+Two things that its program does (version 0.3.2) decide how even a fleet is: who brought a text first stays the one to whom it
+leads, whoever got it since; and of several that are least loaded it is always the first in its list that gets the request.
 """
 
 from collections import OrderedDict
 
 from load_tests.simulate.places import Asking
-from policies.base import ByLoad, Choice, Fleet, Request, Target, rendezvous
+from policies.base import ByLoad, Choice, Fleet, Request, Target
 
 THRESHOLD = 0.3
 ABSOLUTE = 64
@@ -27,7 +30,7 @@ class SglangCacheAware(ByLoad):
 
     def __init__(self) -> None:
         self._tree: OrderedDict[int, int] = OrderedDict()
-        """Block -> the worker that got it last."""
+        """Block -> the worker that brought it."""
         self._most = MOST_CHARACTERS
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
@@ -37,7 +40,7 @@ class SglangCacheAware(ByLoad):
         loads = [target.running for target in fleet.targets]
         most, least = max(loads), min(loads)
         if most - least > ABSOLUTE and most > RELATIVE * least:
-            return Choice(_least(request, fleet), "imbalanced")
+            return Choice(_least(fleet), "imbalanced")
         blocks = request.turn.blocks
         depth = 0
         while depth < len(blocks) and blocks[depth] in self._tree:
@@ -47,20 +50,19 @@ class SglangCacheAware(ByLoad):
             at = fleet.positions.get(self._tree[blocks[depth - 1]])
             if at is not None:
                 return Choice(fleet.targets[at], "prefix")
-        return Choice(_least(request, fleet), "load")
+        return Choice(_least(fleet), "load")
 
     def committed(self, request: Request, choice: Choice) -> None:
         """The prompt went there."""
         assert isinstance(request, Asking) and request.turn is not None, "a policy of the simulation"
         blocks = request.turn.blocks
         for block in blocks:
-            self._tree[block] = choice.target.id
+            self._tree.setdefault(block, choice.target.id)
             self._tree.move_to_end(block)
         size = CHARACTERS * request.turn.tokens / max(len(blocks), 1)
         while len(self._tree) * size > self._most:
             self._tree.popitem(last=False)
 
 
-def _least(request: Request, fleet: Fleet) -> Target:
-    fewest = min(target.running for target in fleet.targets)
-    return rendezvous(request.draw, [target for target in fleet.targets if target.running == fewest])
+def _least(fleet: Fleet) -> Target:
+    return min(fleet.targets, key=lambda target: target.running)

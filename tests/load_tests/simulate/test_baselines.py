@@ -65,6 +65,16 @@ def test_sglang_follows_the_tree_above_its_threshold() -> None:
     assert policy.choose(more, four, 0.0).target.id == 2
 
 
+def test_sglang_leads_to_who_brought_a_text_first_and_to_the_first_of_equals() -> None:
+    policy = BASELINES["sglang_cache_aware"]()
+    three = fleet(2, 1, 1)
+    first = policy.choose(asking(), three, 0.0)
+    assert first.target.id == 1, "not by lot"
+    policy.committed(asking(), first)  # type: ignore[attr-defined]
+    policy.committed(asking(), first._replace(target=three.targets[2]))  # type: ignore[attr-defined]
+    assert policy.choose(asking(), fleet(0, 9, 0), 0.0).target.id == 1
+
+
 def test_sglang_drops_affinity_when_the_fleet_is_imbalanced() -> None:
     policy = BASELINES["sglang_cache_aware"]()
     loaded = fleet(70, 2)
