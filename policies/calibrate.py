@@ -20,11 +20,11 @@ LONGEST = 1e8
 """Tokens beyond which an observation is none."""
 RECENT = 0.95
 """Weight that a sample of one target's pace loses with each later one: about twenty count."""
-ENOUGH = 8
+ENOUGH = 16
 """Samples of a target's pace before it is believed."""
-APART = 1.33
+APART = 1.6
 """Times that a target must be slower or faster than its kind to be priced by itself."""
-AGAIN = 1.15
+AGAIN = 1.3
 """Times within which it is priced as its kind again."""
 
 
