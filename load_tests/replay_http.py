@@ -134,7 +134,8 @@ class Replay:
         headers = dict(self._headers)
         if chain.session is not None and self.named:
             headers["x-session-id"] = chain.session
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": max(1, turn.output)}
+        said = [{"role": "user", "content": text}]
+        body = {"messages": said, "max_tokens": max(1, turn.output), "ignore_eos": True}
         answer = await self._client.chat(body, headers)
         self._done.answers.append(answer)
         if chain.session is not None and answer.worker:

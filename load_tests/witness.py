@@ -31,7 +31,7 @@ from rich.table import Table
 from load_tests.bench.contenders import OURS, Address, Contender, ours, peers
 from load_tests.bench.load import KEY
 from load_tests.bench.processes import Started, cores, free_ports, start
-from load_tests.client import Answer, Client
+from load_tests.client import Client
 from load_tests.engine.physics import Rates
 from load_tests.replay_http import Replay
 from load_tests.simulate.baselines import BASELINES
@@ -93,17 +93,10 @@ class Setting:
         return cls(told, workers, options)
 
 
-class _Client(Client):
-    """Asks for answers of just the length that the traffic has."""
-
-    async def chat(self, body: dict[str, Any], headers: dict[str, str] | None = None) -> Answer:
-        return await super().chat({**body, "ignore_eos": True}, headers)
-
-
 class _Replay(Replay):
     def __init__(self, traffic: Traffic, url: str, model: str, *, api_key: str | None) -> None:
         super().__init__(traffic, url, model, api_key=api_key)
-        self._client = _Client(url, model, timeout=900.0)
+        self._client = Client(url, model, timeout=900.0)
 
 
 def figures(prompt: int, computed: list[int], **more: Any) -> Figures:
