@@ -55,6 +55,7 @@ class Ask:
     """One request on its way to a choice, and what must be undone or learned at its end."""
 
     __slots__ = (
+        "asked",
         "committed",
         "context",
         "depth",
@@ -133,6 +134,8 @@ class Ask:
         self.context = 0
         self.pin: tuple[Node, int] | None = None
         self.committed = 0.0
+        self.asked = False
+        """Whether it was sent to anybody yet."""
 
     @property
     def model_name(self) -> str:

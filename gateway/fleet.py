@@ -17,7 +17,7 @@ from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.workers import Charge, Facts, Load, ServedModel, State, Target, Worker, WorkerSpec
 from policies.base import Fleet as View, Rates
-from policies.calibrate import Calibration, Pace
+from policies.calibrate import Calibration
 
 SLOW_START = 30.0
 """Seconds in which a cold worker works its way up to its fair share."""
@@ -112,8 +112,10 @@ class Fleet:
             self.forget(gone.id)
         model = facts.models[0].name if facts.models else ""
         for target in worker.targets:
-            target.calibration = self.calibration(model, facts.engine)
-            target.rates = target.pace.own or target.calibration.rates
+            kind = self.calibration(model, facts.engine)
+            if kind is not target.calibration:
+                target.calibration = kind
+                target.forgive(kind, self.clock(), always=True)
         if restarted:
             self.restarted(worker)
         self.changed()
@@ -121,8 +123,7 @@ class Fleet:
     def restarted(self, worker: Worker) -> None:
         """The engine's process is a new one: its cache is empty, its connections are gone."""
         for target in worker.targets:
-            target.pace = Pace()
-            target.rates = target.calibration.rates
+            target.forgive(target.calibration, self.clock(), always=True)
             self.forget(target.id)
         worker.pool.close_idle()
         if worker.state is State.READY:
@@ -139,7 +140,7 @@ class Fleet:
 
     def learn(self, target: Target, uncached: float, context: float, seconds: float) -> None:
         """A prompt that met an idle ``target`` took ``seconds`` to its first byte."""
-        if target.learn(target.calibration, uncached, context, seconds):
+        if target.learn(target.calibration, uncached, context, seconds, self.clock()):
             self._views.clear()
 
     # -- states -----------------------------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ class Fleet:
         worker.ready_since = now = self.clock()
         for target in worker.targets:
             target.share = self._share(worker, now)
+            target.forgive(target.calibration, now, always=True)
 
     def _share(self, worker: Worker, now: float) -> float:
         """Slow start of whoever joins a fleet at work; those that start together with the gateway share evenly."""
@@ -366,6 +368,8 @@ class Fleet:
             for target in worker.targets:
                 if target.share != share:
                     target.share = share
+                    stale = True
+                if target.forgive(target.calibration, now):
                     stale = True
                 report = target.load_report
                 if report is not None and now - report.taken > 15.0:

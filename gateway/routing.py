@@ -183,13 +183,17 @@ class Routing:
         if model is None:
             return
         model.ordinal += 1
+        # However often it has to be sent, it is asked once.
+        first, ask.asked = not ask.asked, True
         if session is not None:
-            model.demand.turn(ask.new_session)
+            if first:
+                model.demand.turn(ask.new_session)
             self._bind(ask, session, target, choice)
         if request.tokens is not None:
             held = request.holdings.get(target.id, 0)
             ask.predicted = ask.context = min(held, request.tokens)
-            model.demand.sent(target.rates.prefill(request.tokens - ask.context, ask.context), now)
+            if first:
+                model.demand.sent(target.rates.prefill(request.tokens - ask.context, ask.context), now)
             self.holdings.note(ask, target)
             if model.fine and ask.ids is not None:
                 self.holdings.sequels.put(names(ask.pages.symbols), ask.ids, ask.start)

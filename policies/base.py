@@ -6,6 +6,7 @@ It never names a URL or an HTTP status. Anything in a file of this package (or b
 keyword arguments.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -124,14 +125,19 @@ class Fleet:
     The gateway makes one when the set changes and keeps it while it does not.
     """
 
-    __slots__ = ("positions", "targets", "uniform")
+    __slots__ = ("odd", "positions", "rates", "targets", "uniform")
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self.targets = tuple(targets)
         self.positions = {target.id: at for at, target in enumerate(self.targets)}
         """target id -> its place in ``targets``."""
-        self.uniform = len({id(target.rates) for target in targets}) == 1 and all(t.share == 1.0 for t in targets)
-        """Whether all share the same rates and none starts slowly: lets a policy price most of them at once."""
+        ((shared, _),) = Counter(id(target.rates) for target in targets).most_common(1)
+        self.rates = next(target.rates for target in targets if id(target.rates) == shared)
+        """Those that most of them share."""
+        self.odd = [at for at, target in enumerate(targets) if target.rates is not self.rates or target.share != 1.0]
+        """Places of those that have others, or start slowly: lets a policy price most of them at once."""
+        self.uniform = not self.odd
+        """Whether there are none."""
 
 
 class Terms(NamedTuple):
@@ -143,7 +149,7 @@ class Terms(NamedTuple):
     placement: float = 0.0
     restore: float = 0.0
     delay: float = 0.0
-    """What later requests wait longer for it."""
+    """What later requests wait longer for it, and what a policy's thrift adds."""
 
     @property
     def total(self) -> float:

@@ -34,10 +34,7 @@ class CacheAware:
         """Costs one pass over the candidates, plus the terms of the best two."""
         targets = fleet.targets
         least = _least_homed(request, fleet)
-        if fleet.uniform:
-            costs = _at_once(request, fleet, least, now, self.thrift)
-        else:
-            costs = [terms(request, target, least, now, self.thrift).total for target in targets]
+        costs = _at_once(request, fleet, least, now, self.thrift)
         best = _cheapest(costs, targets, request.key)
         home = None if request.home is None else fleet.positions.get(request.home)
         chosen = best
@@ -75,21 +72,25 @@ def _least_homed(request: Request, fleet: Fleet) -> float | None:
     """``None`` if the request places no session: it has none, or runs beside others of it, which leave the home where it is."""
     if request.session is None or request.siblings:
         return None
-    targets = fleet.targets
+    targets, one = fleet.targets, promised(request, fleet.rates)
     if fleet.uniform:
         fewest: int = min(map(_homes, targets))
-        return fewest * promised(request, targets[0].rates)
-    return min([homed(request, target) for target in targets])
+        return fewest * one
+    promises = [target.homes * one for target in targets]
+    for at in fleet.odd:
+        promises[at] = homed(request, targets[at])
+    return min(promises)
 
 
 def _at_once(request: Request, fleet: Fleet, least: float | None, now: float, thrift: float) -> list[float]:
-    """Totals of `cost.terms` for candidates of equal rates.
+    """Totals of `cost.terms`.
 
-    What every candidate holds is priced once for all; only those that hold more are priced one by one.
+    Most candidates have the same rates: what all of them hold is priced once for all; only those that hold more are priced
+    one by one, and those with rates of their own.
     """
     targets, holdings, positions = fleet.targets, request.holdings, fleet.positions
     tokens = request.tokens or 0
-    rates = targets[0].rates
+    rates = fleet.rates
     shared = 0
     if holdings.keys() == positions.keys():
         shared = min(min(holdings.values()), tokens)
@@ -130,6 +131,8 @@ def _at_once(request: Request, fleet: Fleet, least: float | None, now: float, th
         at = positions.get(id_)
         if at is not None:
             costs[at] += restore(request, targets[at])
+    for at in fleet.odd:
+        costs[at] = terms(request, targets[at], least, now, thrift).total
     return costs
 
 

@@ -23,9 +23,15 @@ RECENT = 0.95
 ENOUGH = 16
 """Samples of a target's pace before it is believed."""
 APART = 1.6
-"""Times that a target must be slower or faster than its kind to be priced by itself."""
+"""Times that a target must be slower than its kind to be priced by itself."""
 AGAIN = 1.3
 """Times within which it is priced as its kind again."""
+SLOWEST = 4.0
+"""Times as long as expected that one sample counts at most."""
+VOID = 120.0
+"""Seconds without a sample after which a target is priced as its kind, until the next one."""
+DOUBT = 0.25
+"""Weight that is left of the samples before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +92,17 @@ class Calibration:
 
 @dataclass(slots=True, eq=False)
 class Pace:
-    """How one target differs from the others of its kind: another clock, a neighbour, a worse link."""
+    """How much slower one target is than others of its kind: another clock, a neighbour, a worse link.
+
+    Only slower ones are priced by themselves: who seems faster is one of a kind that others keep busy unseen. It is learned
+    from the target's own requests, of which a slow one gets few or none: after a while without any it is tried again.
+    """
 
     own: Rates | None = None
     """Its own rates, while it differs."""
     samples: int = 0
+    learned: float = 0.0
+    """When the last sample came."""
     _expected: float = 0.0
     _taken: float = 0.0
 
@@ -99,18 +111,20 @@ class Pace:
         """Times as long as its kind that it takes; 1 while that is not known."""
         if self.samples < ENOUGH or not self._expected:
             return 1.0
-        return min(max(self._taken / self._expected, 0.1), 10.0)
+        return max(1.0, self._taken / self._expected)
 
-    def first_byte(self, kind: Rates, uncached: float, context: float, seconds: float) -> Rates:
+    def first_byte(self, kind: Rates, uncached: float, context: float, seconds: float, now: float) -> Rates:
         """One observation as those of `Calibration.first_byte`; returns the rates to price it by: ``kind``, or its own."""
         if not (0 < seconds <= 600 and 0 <= uncached <= LONGEST and 0 <= context <= LONGEST):
             return self.own or kind
         self.samples += 1
-        self._expected = RECENT * self._expected + kind.prefill(uncached, context)
-        self._taken = RECENT * self._taken + seconds
+        self.learned = now
+        expected = kind.prefill(uncached, context)
+        self._expected = RECENT * self._expected + expected
+        # One odd answer is no pace.
+        self._taken = RECENT * self._taken + min(seconds, SLOWEST * expected)
         factor = self.factor
-        apart = AGAIN if self.own is not None else APART
-        if 1 / apart < factor < apart:
+        if factor < (AGAIN if self.own is not None else APART):
             self.own = None
             return kind
         if self.own is None:
@@ -119,6 +133,15 @@ class Pace:
         self.own.attention, self.own.decode = kind.attention * factor, kind.decode * factor
         self.own.restore = kind.restore
         return self.own
+
+    def doubted(self, now: float) -> bool:
+        """Whether what was learned is too old to keep requests away. It counts for less then: a few samples decide anew."""
+        if self.own is None or now - self.learned <= VOID:
+            return False
+        self.own = None
+        self._expected *= DOUBT
+        self._taken *= DOUBT
+        return True
 
 
 def _cramer(gram: tuple[float, ...], m: list[float]) -> tuple[float, float, float] | None:

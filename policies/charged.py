@@ -47,12 +47,23 @@ class Charged(Target):
             self.charged = self.head = 0.0
         self.wait = self.charged + self.queued
 
-    def learn(self, kind: Calibration, uncached: float, context: float, seconds: float) -> bool:
+    def learn(self, kind: Calibration, uncached: float, context: float, seconds: float, now: float) -> bool:
         """A prompt with nothing in front of it took ``seconds``; its ``kind`` learns from it too. Whether the target is priced
         by other rates now than before: by its own, or by those of its kind again."""
         before = self.rates
         kind.first_byte(uncached, context, seconds)
-        self.rates = self.pace.first_byte(kind.rates, uncached, context, seconds)
+        self.rates = self.pace.first_byte(kind.rates, uncached, context, seconds, now)
+        return self.rates is not before
+
+    def forgive(self, kind: Calibration, now: float, always: bool = False) -> bool:
+        """Price it as its ``kind`` if its pace is too old, or forget that altogether if it is another engine now (``always``).
+        Whether its rates are others than before."""
+        if always:
+            self.pace = Pace()
+        elif not self.pace.doubted(now):
+            return False
+        before = self.rates
+        self.rates = kind.rates
         return self.rates is not before
 
     def recount(self) -> None:

@@ -53,6 +53,19 @@ class Conditions:
         if self.prefill and self.changes:
             raise ValueError("changes of engines are simulated for engines that do both, not with prefill")
 
+    def check(self, workers: int) -> None:
+        """Raises `ValueError` for what cannot happen to so many engines."""
+        named = [change.worker for change in self.changes]
+        unknown = [worker for worker in [*named, *self.speeds] if not 0 <= worker < workers]
+        if unknown:
+            raise ValueError(f"changes and speeds name engine {unknown[0]}, but there are {workers}, from 0 on")
+        if len(set(named)) < len(named):
+            raise ValueError("changes: an engine dies or joins once")
+        if len(set(named)) >= workers:
+            raise ValueError("changes: one engine at least must be there all the time")
+        if not 0 <= self.silent <= workers:
+            raise ValueError(f"silent must be from 0 to the {workers} engines, not {self.silent}")
+
     def joins(self) -> set[int]:
         """Engines that are not there at the beginning."""
         return {change.worker for change in self.changes if change.fate is Fate.JOINS}

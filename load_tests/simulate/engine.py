@@ -286,6 +286,8 @@ class Engine:
         self.partial = None
         self._close(work)
         work.computed = 0
+        # What came from another engine is lost too, and is computed here now.
+        work.transferred = False
         self.waiting.appendleft(work)
         self.totals.preemptions += 1
 

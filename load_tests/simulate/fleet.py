@@ -85,6 +85,7 @@ class Simulation:
             raise ValueError(
                 f"workers must be at least 1, and some must be left to generate, not {workers} and {conditions.prefill}"
             )
+        conditions.check(workers)
         if options.block != traffic.block:
             raise ValueError(f"block must be that of the traffic, {traffic.block}, not {options.block}")
         check(traffic, options)
@@ -203,13 +204,13 @@ class Simulation:
         whole = self.conditions.prefill == 0
         for work in begun:
             asked: Asked = work.owner
-            if whole or work.transferred:
+            if whole or worker >= self.conditions.prefill:
                 if asked.first == inf:
                     asked.first = now
                 asked.router.begun(asked.sent, now)
         done = 0
         for work in ended:
-            if whole or work.transferred:
+            if whole or worker >= self.conditions.prefill:
                 self._end(work.owner, work, now)
                 done += 1
             else:
@@ -238,7 +239,7 @@ class Simulation:
 
     def _end(self, asked: Asked, work: Work, now: float) -> None:
         asked.ended = now
-        if not work.transferred:
+        if asked.decoder is None:
             asked.cached = work.cached or 0
         asked.router.ended(asked.sent, asked.cached, now)
         following = asked.turn + 1
@@ -249,7 +250,8 @@ class Simulation:
             return
         self._over.add(asked.place)
         if asked.chain.session is not None and self.conditions.held:
-            self.engines[asked.worker].left(asked.chain.session)
+            for engine in self.engines:
+                engine.left(asked.chain.session)
         for place, number in self._waiting.pop(asked.place, ()):
             self._next(place, number, now)
 

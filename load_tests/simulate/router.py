@@ -179,7 +179,7 @@ class Router:
             sent.session.running = max(0, sent.session.running - 1)
         if sent.alone and self.learning is not None:
             uncached = sent.turn.tokens - cached
-            if place.learn(self.learning, uncached, cached, sent.first - sent.at):
+            if place.learn(self.learning, uncached, cached, sent.first - sent.at, now):
                 self._see()
 
     def failed(self, sent: Sent) -> None:
@@ -205,6 +205,8 @@ class Router:
                 passed = (now - place.joined) / SLOW_START
                 place.share = min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * passed)
                 shares = True
+            if self.learning is not None and place.forgive(self.learning, now):
+                shares = True
         if shares:
             self._see()
 
@@ -225,5 +227,7 @@ class Router:
         """Its engine is gone, with everything that it held and ran."""
         self._absent.add(target)
         self.places[target].emptied()
+        if self.learning is not None:
+            self.places[target].forgive(self.learning, 0.0, always=True)
         self.beliefs.forget(target)
         self._see()

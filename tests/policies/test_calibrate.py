@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from load_tests.engine.physics import Rates as Physics, unloaded_prefill_seconds
 from policies.base import Rates
-from policies.calibrate import Calibration, Pace
+from policies.calibrate import SLOWEST, VOID, Calibration, Pace
 from policies.charged import Charged
 
 TRUE = [
@@ -136,8 +136,8 @@ def test_a_target_half_as_fast_is_priced_by_itself_and_by_its_kind_again() -> No
         uncached = 500 + 700 * (number % 7)
         seconds = Rates().prefill(uncached, 0)
         for _ in range(8):
-            fast.learn(kind, uncached, 0, seconds)
-        changes.append(slow.learn(kind, uncached, 0, 2 * seconds))
+            fast.learn(kind, uncached, 0, seconds, number)
+        changes.append(slow.learn(kind, uncached, 0, 2 * seconds, number))
     assert changes.count(True) == 1
     assert slow.rates is not kind.rates
     assert fast.rates is kind.rates
@@ -145,7 +145,7 @@ def test_a_target_half_as_fast_is_priced_by_itself_and_by_its_kind_again() -> No
     assert 1.6 < slow.pace.factor < 2.1
     for number in range(80):
         uncached = 500 + 700 * (number % 7)
-        slow.learn(kind, uncached, 0, kind.rates.prefill(uncached, 0))
+        slow.learn(kind, uncached, 0, kind.rates.prefill(uncached, 0), 40 + number)
     assert slow.rates is kind.rates, "what passed is forgotten"
 
 
@@ -153,7 +153,7 @@ def test_a_few_odd_samples_are_no_pace() -> None:
     kind, one = Calibration(), Charged(0, "t")
     one.rates = kind.rates
     for _ in range(15):
-        assert not one.learn(kind, 1000, 0, 5.0)
+        assert not one.learn(kind, 1000, 0, 5.0, 0.0)
     assert one.rates is kind.rates
 
 
@@ -161,12 +161,44 @@ def test_a_few_odd_samples_are_no_pace() -> None:
 def test_what_is_no_observation_changes_no_pace(bad: float) -> None:
     pace, kind = Pace(), Rates()
     for _ in range(20):
-        assert pace.first_byte(kind, 1000, 0, bad) is kind
+        assert pace.first_byte(kind, 1000, 0, bad, 0.0) is kind
     assert (pace.samples, pace.factor) == (0, 1.0)
 
 
-def test_a_pace_has_bounds() -> None:
+def test_one_odd_answer_is_no_pace_and_a_pace_has_a_bound() -> None:
     pace, kind = Pace(), Rates()
-    for _ in range(50):
-        pace.first_byte(kind, 1, 0, 599.0)
-    assert pace.factor == 10.0
+    usual = kind.prefill(1000, 0)
+    for number in range(40):
+        assert pace.first_byte(kind, 1000, 0, 60.0 if number == 20 else usual, number) is kind
+    for number in range(100):
+        pace.first_byte(kind, 1, 0, 599.0, number)
+    assert 3.5 < pace.factor <= SLOWEST
+
+
+def test_who_is_faster_than_its_kind_is_of_its_kind() -> None:
+    pace, kind = Pace(), Rates()
+    for number in range(100):
+        assert pace.first_byte(kind, 1000, 0, 0.3 * kind.prefill(1000, 0), number) is kind
+
+
+def test_a_slow_target_that_gets_nothing_is_tried_again() -> None:
+    kind, one = Calibration(), Charged(0, "t")
+    one.rates = kind.rates
+    usual = Rates().prefill(1000, 0)
+    for number in range(20):
+        one.learn(kind, 1000, 0, 3 * usual, number)
+        for _ in range(20):
+            kind.first_byte(1000, 0, usual)
+    assert one.rates is not kind.rates
+    assert not one.forgive(kind, 19 + VOID)
+    assert one.forgive(kind, 20 + VOID)
+    assert one.rates is kind.rates
+    assert one.learn(kind, 1000, 0, 3 * usual, 21 + VOID), "still slow: one sample is enough"
+    now = 21 + VOID
+    for _ in range(4):
+        now += 1 + VOID
+        one.forgive(kind, now)
+        one.learn(kind, 1000, 0, usual, now)
+    assert one.rates is kind.rates, "well again: a few are"
+    one.forgive(kind, now, always=True)
+    assert one.pace.samples == 0

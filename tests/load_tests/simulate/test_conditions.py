@@ -181,3 +181,33 @@ def test_chains_that_follow_and_await() -> None:
 def test_impossible_conditions_are_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Conditions(**given)
+
+
+def test_a_moved_request_that_loses_its_kv_is_computed_where_it_is() -> None:
+    chains = [Chain(0.0, (Turn((), 6 * BLOCK, 6 * BLOCK),)) for _ in range(3)]
+    tight = run(Traffic("pd", BLOCK, chains), workers=2, kv_tokens=24 * BLOCK, conditions=Conditions(prefill=1))
+    decode = tight.engines[1].totals
+    assert decode.preemptions > 0
+    assert decode.recomputed >= 6 * BLOCK
+    assert all(each.first <= each.ended < 1e9 for each in tight.asked)
+
+
+def test_what_ended_sessions_kept_is_let_go_wherever_they_were() -> None:
+    traffic = find("causal", workers=2).limited(60)
+    outcome = run(traffic, "round_robin", workers=2, conditions=Conditions(held=True))
+    assert [engine.cache.used for engine in outcome.engines] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"changes": (Change(1.0, 5, Fate.DIES),)}, "engine 5"),
+        ({"speeds": {9: 2.0}}, "engine 9"),
+        ({"changes": (Change(1.0, 0, Fate.DIES), Change(2.0, 0, Fate.JOINS))}, "once"),
+        ({"changes": (Change(1.0, 0, Fate.DIES), Change(2.0, 1, Fate.DIES))}, "all the time"),
+        ({"events": True, "silent": 3}, "silent"),
+    ],
+)
+def test_what_cannot_happen_to_a_fleet_is_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        run(Traffic("none", BLOCK, [talk(1)]), workers=2, conditions=Conditions(**given))
