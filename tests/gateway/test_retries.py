@@ -304,3 +304,17 @@ async def test_faults_of_real_shape_are_hidden_by_a_healthy_peer(
         assert answer.status == 200
         assert b'"error"' not in answer.body
     assert good.stats()["finished"] == 4
+
+
+async def test_what_is_sent_again_is_asked_once(gateway: Begin, scripted: StartScripted) -> None:
+    """An outage is no crowd, and makes sessions no shorter."""
+    bad, good = await scripted(OOPS), await scripted()
+    running = await gateway(bad, good, policy="cache_aware")
+    for number in range(20):
+        body = {"model": "sim", "messages": [{"role": "user", "content": f"{number} " * 200}]}
+        assert (await once(running.port, request(body, f"x-session-id: s{number}"))).status == 200
+    assert bad.seen
+    demand = running.gateway.routing.models["sim"].demand
+    # Four sessions of four turns are what is assumed before any is seen.
+    assert demand.turns == pytest.approx((16 + 20) / (4 + 20), rel=0.02)
+    assert demand.crowd(1, running.fleet.clock()) <= 0.5 * 20 / (60 * 0.2) / 0.2
