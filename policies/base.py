@@ -234,6 +234,17 @@ def rendezvous(key: int, targets: Sequence[Target]) -> Target:
     return targets[scores.index(max(scores))]
 
 
+def cheapest(costs: Sequence[float], targets: Sequence[Target], key: int) -> int:
+    """Place of the least of ``costs``, one for each of ``targets``; ties go by `rendezvous` of ``key``."""
+    least = min(costs)
+    at = costs.index(least)
+    if costs.count(least) == 1:
+        return at
+    tied = [at for at, cost in enumerate(costs) if cost == least]
+    scores = affinities(key, [targets[at] for at in tied])
+    return tied[scores.index(max(scores))]
+
+
 class UnknownPolicy(ValueError):
     """No policy has that name."""
 

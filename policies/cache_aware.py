@@ -5,11 +5,10 @@ leaves its home only when that saves more than a margin; what it loses at home i
 prefill. A prefix that every candidate holds makes all of them cheaper by the same, so it attracts nobody.
 """
 
-from collections.abc import Sequence
 from math import inf
 from operator import attrgetter
 
-from policies.base import Candidate, Choice, Fleet, Request, Target, affinities, number
+from policies.base import Candidate, Choice, Fleet, Request, cheapest, number
 from policies.cost import crowd, homed, interference, placement_bound, promised, restore, terms, turn
 
 _homes = attrgetter("homes")
@@ -35,7 +34,7 @@ class CacheAware:
         targets = fleet.targets
         least = _least_homed(request, fleet)
         costs = _at_once(request, fleet, least, now, self.thrift)
-        best = _cheapest(costs, targets, request.key)
+        best = cheapest(costs, targets, request.key)
         home = None if request.home is None else fleet.positions.get(request.home)
         chosen = best
         reason = "prefix" if request.holdings.get(targets[best].id) else "load"
@@ -134,13 +133,3 @@ def _at_once(request: Request, fleet: Fleet, least: float | None, now: float, th
     for at in fleet.odd:
         costs[at] = terms(request, targets[at], least, now, thrift).total
     return costs
-
-
-def _cheapest(costs: list[float], targets: Sequence[Target], key: int) -> int:
-    least = min(costs)
-    at = costs.index(least)
-    if costs.count(least) == 1:
-        return at
-    tied = [at for at, cost in enumerate(costs) if cost == least]
-    scores = affinities(key, [targets[at] for at in tied])
-    return tied[scores.index(max(scores))]

@@ -5,7 +5,7 @@ A score without weights, as published ("Simple is better: multiplication may be 
 run there. The least wins.
 """
 
-from policies.base import Candidate, Choice, Fleet, Request, Target, rendezvous
+from policies.base import Candidate, Choice, Fleet, Request, Target, cheapest
 
 
 class LMetric:
@@ -18,9 +18,7 @@ class LMetric:
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Ties go by rendezvous on the request's draw."""
         scores = [_score(request, target, now) for target in fleet.targets]
-        least = min(scores)
-        tied = [target for target, score in zip(fleet.targets, scores, strict=True) if score == least]
-        chosen = tied[0] if len(tied) == 1 else rendezvous(request.draw, tied)
+        chosen = fleet.targets[cheapest(scores, fleet.targets, request.draw)]
         return Choice(chosen, "prefix" if request.holdings.get(chosen.id) else "load")
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:

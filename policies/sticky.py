@@ -5,7 +5,7 @@ preferred, and among them the one that would answer soonest; if even that one is
 penalty, affinity is given up for this request.
 """
 
-from policies.base import Candidate, Choice, Fleet, Request, Target, affinities, number
+from policies.base import Candidate, Choice, Fleet, Request, Target, cheapest, number
 from policies.cost import terms
 
 
@@ -44,9 +44,4 @@ class Sticky:
 
 
 def _soonest(request: Request, targets: tuple[Target, ...], costs: dict[int, float]) -> Target:
-    least = min(costs[target.id] for target in targets)
-    tied = [target for target in targets if costs[target.id] == least]
-    if len(tied) == 1:
-        return tied[0]
-    scores = affinities(request.draw, tied)
-    return tied[scores.index(max(scores))]
+    return targets[cheapest([costs[target.id] for target in targets], targets, request.draw)]

@@ -1,7 +1,7 @@
 """llm-d's default scorers, blended by their weights."""
 
 from load_tests.simulate.places import known
-from policies.base import ByLoad, Choice, Fleet, Request, rendezvous
+from policies.base import ByLoad, Choice, Fleet, Request, cheapest
 
 PREFIX = 3.0
 QUEUE = 2.0
@@ -31,6 +31,4 @@ class LlmdBlend(ByLoad):
             + USED * (1.0 - filled)
             for target, queue, filled in zip(fleet.targets, queues, used, strict=True)
         ]
-        best = max(scores)
-        tied = [target for target, score in zip(fleet.targets, scores, strict=True) if score == best]
-        return Choice(tied[0] if len(tied) == 1 else rendezvous(request.draw, tied), "score")
+        return Choice(fleet.targets[cheapest([-score for score in scores], fleet.targets, request.draw)], "score")

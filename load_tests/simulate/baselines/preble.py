@@ -9,7 +9,7 @@ and the prompt's own prefill.
 from collections import deque
 
 from load_tests.simulate.places import Asking, known
-from policies.base import ByLoad, Choice, Fleet, Request, Target, rendezvous
+from policies.base import ByLoad, Choice, Fleet, Request, Target, cheapest
 
 WINDOW = 180.0
 IMBALANCE = 2.0
@@ -47,9 +47,7 @@ class Preble(ByLoad):
             load + target.rates.prefill(tokens - has, has) + _eviction(target, tokens - has)
             for load, target, has in zip(loads, fleet.targets, held, strict=True)
         ]
-        least = min(costs)
-        tied = [target for target, cost in zip(fleet.targets, costs, strict=True) if cost == least]
-        return Choice(tied[0] if len(tied) == 1 else rendezvous(request.draw, tied), "explore")
+        return Choice(fleet.targets[cheapest(costs, fleet.targets, request.draw)], "explore")
 
     def committed(self, request: Request, choice: Choice) -> None:
         """Its work counts for a while."""

@@ -1,13 +1,11 @@
 """Rules that add up work: Dynamo's cost function, Mooncake's Algorithm 1, and the oracle that bounds all of them."""
 
 from load_tests.simulate.places import known
-from policies.base import ByLoad, Choice, Fleet, Request, Target, rendezvous
+from policies.base import ByLoad, Choice, Fleet, Request, Target, cheapest
 
 
-def _cheapest(request: Request, fleet: Fleet, costs: list[float]) -> Target:
-    least = min(costs)
-    tied = [target for target, cost in zip(fleet.targets, costs, strict=True) if cost == least]
-    return tied[0] if len(tied) == 1 else rendezvous(request.draw, tied)
+def _least(request: Request, fleet: Fleet, costs: list[float]) -> Target:
+    return fleet.targets[cheapest(costs, fleet.targets, request.draw)]
 
 
 class DynamoCost(ByLoad):
@@ -25,7 +23,7 @@ class DynamoCost(ByLoad):
             place = known(target)
             new = tokens - min(request.holdings.get(target.id, 0), tokens)
             costs.append(float(place.pending + new + place.active + tokens))
-        return Choice(_cheapest(request, fleet, costs), "cost")
+        return Choice(_least(request, fleet, costs), "cost")
 
 
 class MooncakeLeast(ByLoad):
@@ -42,7 +40,7 @@ class MooncakeLeast(ByLoad):
         for target in fleet.targets:
             held = min(request.holdings.get(target.id, 0), tokens)
             costs.append(target.waits(now) + target.rates.prefill(tokens - held, held))
-        return Choice(_cheapest(request, fleet, costs), "soonest")
+        return Choice(_least(request, fleet, costs), "soonest")
 
 
 class LeastWait(ByLoad):
@@ -52,7 +50,7 @@ class LeastWait(ByLoad):
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Ties go by rendezvous on the request's draw."""
-        return Choice(_cheapest(request, fleet, [target.waits(now) for target in fleet.targets]), "soonest")
+        return Choice(_least(request, fleet, [target.waits(now) for target in fleet.targets]), "soonest")
 
 
 class Oracle(ByLoad):
@@ -65,4 +63,4 @@ class Oracle(ByLoad):
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Reads prompts in flight, and requests."""
         costs = [target.waits(now) + 1e-3 * target.running for target in fleet.targets]
-        return Choice(_cheapest(request, fleet, costs), "soonest")
+        return Choice(_least(request, fleet, costs), "soonest")

@@ -1,4 +1,4 @@
-"""``python -m load_tests.simulate.tables study.json``: the report of a study's runs, as Markdown."""
+"""``python -m load_tests.study.tables study.json``: the report of a study's runs, as Markdown."""
 
 import json
 import sys
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from load_tests.simulate.ablation import WITHOUT
-from load_tests.simulate.study import CASES, CONDITIONS, CURVES, MODES, POLICIES, THRIFT, grouped
+from load_tests.study.ablation import WITHOUT
+from load_tests.study.runs import CASES, CONDITIONS, CURVES, MODES, POLICIES, THRIFT, grouped
 
 Rows = Mapping[str, Mapping[str, Any]]
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or not Path(given[0]).exists():
         print(
-            "usage: python -m load_tests.simulate.tables STUDY.json [PART ...]; make one with .study", file=sys.stderr
+            "usage: python -m load_tests.study.tables STUDY.json [PART ...]; make one with python -m load_tests.study",
+            file=sys.stderr,
         )
         return 2
     runs = json.loads(Path(given[0]).read_text())

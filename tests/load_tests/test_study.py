@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from load_tests.simulate import study, tables
-from load_tests.simulate.ablation import WITHOUT, without
 from load_tests.simulate.places import Place
+from load_tests.study import runs as study, tables
+from load_tests.study.ablation import WITHOUT, without
 from policies.base import Fleet, Rates, Request, load
 
 RATES = Rates(base=0.0, token=1e-3, attention=0.0, decode=0.0)

@@ -1,7 +1,7 @@
-"""``python -m load_tests.simulate.study``: every policy on every workload, and what each ingredient of the flagship is worth.
+"""``python -m load_tests.study``: every policy on every workload, and what each ingredient of the flagship is worth.
 
 The engine model, its rates and the workloads are what they are; policies were tuned on other seeds than those reported
-here. Writes the runs as JSON (``--out``); `load_tests.simulate.tables` makes the report of them.
+here. Writes the runs as JSON (``--out``); `load_tests.study.tables` makes the report of them.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from load_tests.engine.physics import LARGE, Rates
-from load_tests.simulate.ablation import WITHOUT, without
 from load_tests.simulate.baselines import BASELINES
 from load_tests.simulate.conditions import Change, Conditions, Fate
 from load_tests.simulate.engine import Options
 from load_tests.simulate.figures import mean, row
 from load_tests.simulate.fleet import Outcome, Simulation
 from load_tests.simulate.traffic import ceiling
+from load_tests.study.ablation import WITHOUT, without
 from load_tests.workloads.catalogue import NoTraffic, find
 from load_tests.workloads.chains import Traffic
 from policies.base import Policy, load
@@ -207,7 +207,7 @@ def _node_computed(outcome: Outcome) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m load_tests.simulate.study", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m load_tests.study", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("study.json"), help="file of the runs (default study.json)")
     parser.add_argument("--parts", default="policies,ablation,thrift,conditions,modes", help="what to run")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="seeds, with commas")
@@ -249,7 +249,3 @@ def grouped(runs: list[dict[str, Any]], part: str) -> dict[str, dict[str, dict[s
     for (case, name), each_seed in rows.items():
         found.setdefault(case, {})[name] = mean(each_seed)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())
