@@ -283,7 +283,9 @@ class Gateway:
             if route.kind == "stored":
                 reading.previous = incoming.path.split(b"/")[3].decode()
             return reading
-        return dialect.read(route, incoming.body, self._light)
+        # What is recorded has to be read even where no policy wants it.
+        recording = self.recorder is not None and not self.recorder.over
+        return dialect.read(route, incoming.body, self._light and not recording)
 
     def dry_run(
         self, path: bytes, body: bytes, named: Mapping[bytes, bytes], draw: int, ids: bytes | None = None
@@ -324,7 +326,10 @@ class Gateway:
         body = exchange.body
         renamed = model is not None and reading.model is not None and reading.model != model.name
         salted = exchange.ask.tenant.isolated and exchange.route.generates and not reading.opaque
-        exchange.injected = reading.untold and exchange.ask.predicted is not None and target.worker.facts.injects_usage
+        if self.recorder is not None and not exchange.counted:
+            self.recorder.sending(exchange)
+        wanted = exchange.ask.predicted is not None or exchange.noted is not None
+        exchange.injected = reading.untold and wanted and target.worker.facts.injects_usage
         if exchange.injected:
             # Without usage a stream tells nothing of its cache. It has no such member yet, and ends with a brace.
             body = body.rstrip()[:-1] + USAGE
@@ -356,8 +361,6 @@ class Gateway:
         tally.sent(choice.reason, self.clock() - exchange.started)
         if ask.found is not None:
             self.metrics.session_sources.add((ask.found,))
-        if self.recorder is not None:
-            self.recorder.sent(exchange)
 
     def begun(self, exchange: Exchange) -> None:
         """The client's answer begins: the worker serves, and the request will not be sent again."""
@@ -396,7 +399,7 @@ class Gateway:
         if not streaming:
             return
         if self.recorder is not None and exchange.noted is not None:
-            self.recorder.ended(exchange, exchange.noted, usage, seconds)
+            self.recorder.ended(exchange, exchange.noted, outcome, usage, seconds)
         said = answered_ids(exchange.tail) if ask.returns and not exchange.events else None
         self.routing.settle(ask, target, usage, self.clock(), said)
         if exchange.alone:

@@ -79,6 +79,8 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
 def _check_recording(recording: Recording, wrong: Any) -> None:
     if not recording.file:
         wrong("recording.file", "is empty: name the file to write")
+    elif "\0" in recording.file:
+        wrong("recording.file", f"{recording.file!r} is no name of a file: take the NUL character out")
     if recording.max <= 0:
         wrong("recording.max", "must be more than 0")
     if not 0 < recording.share <= 1:

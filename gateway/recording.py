@@ -1,23 +1,42 @@
-"""The file of a recording, and the key beside it.
+"""The file of a recording, the key beside it, and its lines.
 
 The first line says what it is; what follows are whole lines only, whatever becomes of the disk or of the process. One process
 writes it. The key, with which everything in it is hashed, is random and stays in a file of its own: whoever goes on with the
 recording needs it, whoever only reads the recording does not, and cannot find a text by hashing candidates.
 """
 
+from __future__ import annotations
+
 import fcntl
 import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+
+from kv_index.pages import PAGE_TOKENS, SYMBOL
+
+if TYPE_CHECKING:
+    from gateway.records import Noted
 
 KEY = ".key"
 """Ending of the key's file."""
 KEY_BYTES = 32
 FORMAT = 1
 
+PRIVATE = 0o600
+"""Mode of both files, whatever they had before."""
+
 TAIL = 1 << 20
 """Bytes that are read at once to find the last line's end."""
+
+SLICE = 128
+"""Pages that are hashed at once: about 60 microseconds."""
+KEPT = 500_000
+"""Pages of sessions' last prompts whose ids are kept: a prompt that goes on from one is hashed from there."""
 
 
 class Unrecordable(ValueError):
@@ -39,7 +58,9 @@ class File:
         self.most = most
         self.size = 0
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE)
+        except ValueError:
+            raise Unrecordable(f"{path!r} is no name of a file: take the NUL character out") from None
         except OSError as error:
             raise Unrecordable(
                 f"{path!r} cannot be written: {error.strerror}; name a file in a folder that can"
@@ -64,7 +85,10 @@ class File:
             raise Unrecordable(f"another gateway records to {self.path!r}: name a file of its own for each") from None
 
     def _begin(self) -> bytes:
-        key = _new_key(self.path + KEY)
+        # Once the recording before was moved away, its key still is that of all its ids: both can be read together.
+        name = self.path + KEY
+        key = _key_in(name) if os.path.exists(name) and os.path.getsize(name) else _new_key(name)
+        os.fchmod(self._file, PRIVATE)
         self.append(msgspec.json.encode(Head(FORMAT, named(key, b"key"))) + b"\n")
         return key
 
@@ -78,14 +102,14 @@ class File:
         if head.warmroute_recording != FORMAT:
             raise Unrecordable(f"{self.path!r} is of another version's form: name another file")
         try:
-            with open(name, "rb") as file:
-                key = bytes.fromhex(file.read(4 * KEY_BYTES).decode("ascii", "replace").strip())
-        except (OSError, ValueError) as error:
+            key = _key_in(name)
+        except (OSError, Unrecordable) as error:
             raise Unrecordable(
                 f"{self.path!r} cannot be gone on with, for its key {name!r} cannot be read ({error}): name another file"
             ) from None
-        if len(key) != KEY_BYTES or head.key != named(key, b"key"):
+        if head.key != named(key, b"key"):
             raise Unrecordable(f"{name!r} is not the key of {self.path!r}: name another file")
+        os.fchmod(self._file, PRIVATE)
         self._cut()
         return key
 
@@ -99,7 +123,10 @@ class File:
                 end = start + at + 1
                 break
             end = start
-        if end < self.size:
+        if not end:
+            # The first line is whole, as was seen, but for its end.
+            self.append(b"\n")
+        elif end < self.size:
             os.ftruncate(self._file, end)
             self.size = end
 
@@ -119,12 +146,118 @@ class File:
         os.close(self._file)
 
 
+def _key_in(name: str) -> bytes:
+    """The key in that file, which is private from then on. Raises `OSError` and `Unrecordable`."""
+    with open(name, "rb") as file:
+        told = file.read(4 * KEY_BYTES).decode("ascii", "replace").strip()
+        try:
+            key = bytes.fromhex(told)
+        except ValueError:
+            key = b""
+        if len(key) != KEY_BYTES:
+            raise Unrecordable(f"{name!r} is no key: move it away, or name another file")
+        os.fchmod(file.fileno(), PRIVATE)
+    return key
+
+
 def _new_key(name: str) -> bytes:
     key = os.urandom(KEY_BYTES)
-    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, PRIVATE)
     with os.fdopen(file, "w") as out:
+        os.fchmod(file, PRIVATE)
         out.write(key.hex() + "\n")
     return key
+
+
+class Finished(NamedTuple):
+    """A request whose answer is over. ``at``: seconds since the epoch; ``first`` and ``lasted``: seconds after that."""
+
+    noted: Noted
+    at: float
+    first: float | None
+    lasted: float
+    model: str
+    tenant: str
+    target: str
+    status: int
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+    outcome: str
+    """As metrics tell it: ``ok``, ``client_error``, ``stream_error``, ``client_gone``."""
+
+
+def line_of(key: bytes, finished: Finished, ids: array[int]) -> bytes:
+    """One line, whose prompt's pages have ``ids``."""
+    noted, prompt = finished.noted, finished.prompt
+    if prompt is None and noted.by_ids:
+        prompt = round(noted.pages * PAGE_TOKENS)
+    tokens = PAGE_TOKENS if noted.by_ids else None
+    if tokens is None and prompt is not None and noted.pages:
+        tokens = max(1, round(prompt / noted.pages))
+    row = {
+        "timestamp": round(finished.at * 1e3),
+        "model": finished.model,
+        "tenant": named(key, b"tenant", finished.tenant.encode()),
+        "session_id": None if noted.session is None else named(key, b"session", noted.session),
+        "input_length": prompt,
+        "output_length": finished.completion,
+        "cached_tokens": finished.cached,
+        "ttft_ms": None if finished.first is None else round(finished.first * 1e3, 3),
+        "duration_ms": round(finished.lasted * 1e3, 3),
+        "status": finished.status,
+        "outcome": finished.outcome,
+        "target": finished.target,
+        "page": "ids" if noted.by_ids else "text",
+        "pages": round(noted.pages, 3),
+        "block_size": tokens,
+        "hash_ids": ids.tolist(),
+    }
+    return msgspec.json.encode(row) + b"\n"
+
+
+class Ids:
+    """Chained ids of prompts' pages, under ``key``; bounded by `KEPT`. ``rest`` is called between two slices of hashing."""
+
+    def __init__(self, key: bytes, rest: Callable[[], None]) -> None:
+        self._key = key
+        self._rest = rest
+        # A copy of what has taken the key costs two thirds of making it anew.
+        self._keyed = blake2b(key=key, digest_size=SYMBOL)
+        self._last: OrderedDict[tuple[bytes, bytes], tuple[bytes, array[int]]] = OrderedDict()
+        self._kept = 0
+
+    def of(self, session: bytes | None, namespace: bytes, symbols: bytes) -> array[int]:
+        """One id for each page in ``symbols``. A session's prompt is hashed from where its last one ended."""
+        ids: array[int] = array("Q")
+        before = keyed(self._key, b"namespace", namespace)
+        place = (session, namespace) if session is not None else None
+        known = self._last.pop(place, None) if place is not None else None
+        if known is not None:
+            self._kept -= len(known[1])
+            if symbols.startswith(known[0]):
+                ids = known[1][:]
+                before = ids[-1].to_bytes(SYMBOL, "little") if ids else before
+        copy, number = self._keyed.copy, int.from_bytes
+        for start in range(len(ids) * SYMBOL, len(symbols), SLICE * SYMBOL):
+            for at in range(start, min(start + SLICE * SYMBOL, len(symbols)), SYMBOL):
+                page = copy()
+                page.update(before + symbols[at : at + SYMBOL])
+                before = page.digest()
+                ids.append(number(before, "little"))
+            self._rest()
+        if place is not None:
+            self._last[place] = (symbols, ids)
+            self._kept += len(ids)
+            while self._kept > KEPT:
+                _, (_, gone) = self._last.popitem(last=False)
+                self._kept -= len(gone)
+        return ids
+
+    def forget(self) -> None:
+        """Keep nothing of any session."""
+        self._last.clear()
+        self._kept = 0
 
 
 def named(key: bytes, *parts: bytes) -> str:

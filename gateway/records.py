@@ -5,29 +5,28 @@ prompts share a prefix exactly as far as their ids agree. Ids, sessions and tena
 stays in a file of its own beside the recording: with the recording alone nobody can find a text by hashing candidates,
 and with the key a gateway that starts again goes on with the same ids.
 
-While a request is answered only what is there anyway is kept. Hashing and writing come after the answer is complete, a slice
-at a time between other work; what does not fit into a bounded queue is dropped and counted. The file is bounded too.
+While a request is answered only what is there anyway is kept. Reading the prompt, hashing and writing are a thread's, which
+owns the file and rests between small slices, so that requests need not wait for it; what does not fit into its bounded queues
+is dropped and counted. The file is bounded too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from hashlib import blake2b
-from time import time
-from typing import TYPE_CHECKING, NamedTuple
-
-import msgspec
+from threading import Event, Lock, Thread
+from time import monotonic, sleep, time
+from typing import TYPE_CHECKING
 
 from gateway.asks import Ask
-from gateway.dialects import Usage
+from gateway.dialects import Reading, Usage
 from gateway.errors import Fault
 from gateway.metrics import Metrics
-from gateway.recording import File, keyed, named
-from kv_index.pages import PAGE_TOKENS, SYMBOL, TEXT_PAGE, chain, paginate
+from gateway.prompt import Thinking
+from gateway.recording import File, Finished, Ids, line_of
+from kv_index.pages import PAGE_TOKENS, TEXT_PAGE, chain, paginate
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
@@ -35,48 +34,64 @@ if TYPE_CHECKING:
 log = logging.getLogger("warmroute")
 
 QUEUE = 10_000
-"""Finished requests that wait to be written, at most."""
+"""Prompts that wait to be read, and finished requests that wait to be written, at most."""
 QUEUE_BYTES = 64 * 1024 * 1024
-"""Bytes of their symbols, at most: of prompts, 32 times as much."""
-SLICE = 256
-"""Pages that are hashed at once: about a quarter of a millisecond."""
+"""Bytes of either, at most."""
+REST = 0.0001
+"""Seconds between two slices, in which whoever waits for the interpreter gets it."""
 PAUSE = 0.2
-"""Seconds between two looks at the queue."""
+"""Seconds between two looks at the queues."""
+FULL = 8 * 1024 * 1024
+"""Bytes that wait from which on the next look does not wait."""
 BATCH = 1 << 20
 """Bytes that are written at once."""
-KEPT = 500_000
-"""Pages of sessions' last prompts whose ids are kept: a prompt that goes on from one is hashed from there."""
+STOP = 2.0
+"""Seconds in which what waits may still be written at the end."""
+MOST = 1 << 53
+"""What an engine counts beyond is no count: readers of JSON would round it."""
 
 
-class Noted(NamedTuple):
+class Noted:
     """A prompt as it was sent: the key of its session, what separates its cache, its pages' symbols; and how many pages it has,
-    the last one in part, by text or by token ids."""
+    the last one in part, by text or by token ids. ``read`` makes the last three of them, of ``size`` bytes, where they are not
+    there yet; it raises `Fault` for what is no prompt."""
 
-    session: bytes | None
-    namespace: bytes
-    symbols: bytes
-    pages: float
-    by_ids: bool
+    __slots__ = ("by_ids", "namespace", "pages", "read", "session", "size", "symbols", "weight")
 
+    def __init__(self, session: bytes | None, namespace: bytes, symbols: bytes, pages: float, by_ids: bool) -> None:
+        self.session = session
+        self.namespace = namespace
+        self.symbols = symbols
+        self.pages = pages
+        self.by_ids = by_ids
+        self.read: Callable[[Noted], None] | None = None
+        self.size = self.weight = len(symbols)
+        """Bytes that it keeps until it is read, and at most from then on."""
 
-class Finished(NamedTuple):
-    """A request whose answer is complete. ``at``: seconds since the epoch; ``first`` and ``lasted``: seconds after that."""
+    @classmethod
+    def later(cls, session: bytes | None, namespace: bytes, read: Callable[[Noted], None], size: int) -> Noted:
+        """One that is still to be read."""
+        noted = cls(session, namespace, b"", 0.0, False)
+        noted.read, noted.size = read, size
+        # No prompt has more symbols: a page of token ids is 64 bytes, one of text 256.
+        noted.weight = size // 8 + 8
+        return noted
 
-    noted: Noted
-    at: float
-    first: float | None
-    lasted: float
-    model: str
-    tenant: str
-    target: str
-    status: int
-    prompt: int | None
-    completion: int | None
-    cached: int | None
+    def settle(self) -> None:
+        """Read it, if it is to be read yet."""
+        read, self.read = self.read, None
+        if read is not None:
+            self.pages = -1.0
+            read(self)
+
+    @property
+    def told(self) -> bool:
+        """Whether it was read, and is a prompt."""
+        return self.pages >= 0
 
 
 class Recorder:
-    """Records requests of one gateway. ``await start()``, then `sent` and `ended` for each, then ``await stop()``."""
+    """Records requests of one gateway. ``await start()``, then `sending` and `ended` for each, then ``await stop()``."""
 
     def __init__(self, file: File, share: float, metrics: Metrics, defect: Callable[[str], None]) -> None:
         self.file = file
@@ -85,35 +100,45 @@ class Recorder:
         self._most_hash = int(share * (1 << 64))
         self._metrics = metrics
         self._defect = defect
+        self._lock = Lock()
+        """Of what follows, up to the thread's own, and of what is counted."""
+        self._unread: deque[Noted] = deque()
+        self._unread_bytes = 0
         self._waiting: deque[Finished] = deque()
         self._held = 0
-        self._last: OrderedDict[tuple[bytes, bytes], tuple[bytes, array[int]]] = OrderedDict()
-        self._kept = 0
-        self._ending = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._wake = Event()
+        self._ending = False
+        self._until = 0.0
+        """When writing must have ended; of meaning once it is ending."""
+        self._thread: Thread | None = None
+        self._ids = Ids(file.key, self._rest)
 
     async def start(self) -> None:
         """Begin to write."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="recording")
+        self._thread = Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
 
     async def stop(self) -> None:
-        """Write what waits, and close the file."""
-        self._ending.set()
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
-        self.file.close()
+        """Write what waits, for `STOP` seconds at most, and close the file. What is left is counted as dropped."""
+        self._until = monotonic() + STOP
+        self._ending = True
+        self._wake.set()
+        if self._thread is None:
+            self.file.close()
+            return
+        # A disk that hangs keeps the thread, and the file with it, but not the gateway.
+        await asyncio.to_thread(self._thread.join, STOP + 0.5)
+        if self._thread.is_alive():
+            self._abandon("the disk does not answer")
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def sent(self, exchange: Exchange) -> None:
-        """Its request is with a worker, and its body still here: keep what stands for its prompt, if it is to be recorded."""
-        if self.over or not exchange.route.generates:
+    def sending(self, exchange: Exchange) -> None:
+        """It is about to be sent, and its body still here: keep what stands for its prompt, if it is to be recorded."""
+        if self.over or exchange.noted is not None or not exchange.route.generates:
             return
         try:
             exchange.noted = self._note(exchange)
-        except Fault:
-            # The engine will say what is wrong with it.
-            pass
         except Exception:
             self._defect("noting a request for the recording")
 
@@ -137,70 +162,110 @@ class Recorder:
                 size = len(ask.ids)
             return Noted(key, ask.namespace, symbols, size / _page(by_ids), by_ids)
         namespace = b"\x00".join((model.space, ask.tenant.space, reading.namespace))
-        ids = reading.ids() if reading.ids is not None else None
-        if ids is not None:
-            return Noted(key, namespace + b"\x00ids", chain(ids).symbols, len(ids) / _page(True), True)
-        text = (ask.prompt or reading.make_prompt(model.thinking)).text
-        return Noted(key, namespace, paginate(text).symbols, len(text) / _page(False), False)
+        text = ask.prompt.text if ask.prompt is not None else None
+        read = _reader(reading, model.thinking, text)
+        noted = Noted.later(key, namespace, read, len(exchange.incoming.body))
+        with self._lock:
+            if len(self._unread) >= QUEUE or self._unread_bytes + noted.size > QUEUE_BYTES:
+                self._metrics.recording_dropped.add()
+                return None
+            self._unread.append(noted)
+            self._unread_bytes += noted.size
+        if self._unread_bytes > FULL:
+            self._wake.set()
+        return noted
 
-    def ended(self, exchange: Exchange, noted: Noted, usage: Usage | None, seconds: float) -> None:
-        """Its answer is over after so many ``seconds``; nothing waits for what is done about it here."""
-        size = len(noted.symbols)
+    def ended(self, exchange: Exchange, noted: Noted, outcome: str, usage: Usage | None, seconds: float) -> None:
+        """Its answer is over after so many ``seconds``, in a metrics' ``outcome``; nothing waits for what is done about it."""
         if self.over:
-            return
-        if len(self._waiting) >= QUEUE or self._held + size > QUEUE_BYTES:
-            self._metrics.recording_dropped.add()
             return
         ask: Ask = exchange.ask
         target = exchange.target
         first = exchange.first_at - exchange.started if exchange.events and exchange.first_at else None
-        prompt = usage.prompt if usage is not None else None
-        if prompt is None and noted.by_ids:
-            prompt = round(noted.pages * PAGE_TOKENS)
-        self._held += size
-        self._waiting.append(
-            Finished(
-                noted,
-                time() - seconds,
-                first,
-                seconds,
-                ask.model_name,
-                ask.tenant.name,
-                target.name if target is not None else "",
-                exchange.status,
-                prompt,
-                usage.completion if usage is not None else None,
-                usage.cached if usage is not None else None,
-            )
+        finished = Finished(
+            noted,
+            time() - seconds,
+            first,
+            seconds,
+            ask.model_name,
+            ask.tenant.name,
+            target.name if target is not None else "",
+            exchange.status,
+            _count(usage.prompt) if usage is not None else None,
+            _count(usage.completion) if usage is not None else None,
+            _count(usage.cached) if usage is not None else None,
+            outcome,
         )
+        with self._lock:
+            if len(self._waiting) >= QUEUE or self._held + noted.weight > QUEUE_BYTES:
+                self._metrics.recording_dropped.add()
+                return
+            self._held += noted.weight
+            self._waiting.append(finished)
 
-    # -- writing ----------------------------------------------------------------------------------------------------
+    # -- the thread -------------------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        while not self._ending.is_set():
-            try:
-                async with asyncio.timeout(PAUSE):
-                    await self._ending.wait()
-            except TimeoutError:
-                pass
-            try:
-                await self._drain()
-            except Exception:
-                self._defect("writing the recording")
+    def _run(self) -> None:
+        try:
+            last = False
+            while not last:
+                self._wake.wait(PAUSE)
+                self._wake.clear()
+                # What came before the end was told is taken too.
+                last = self._ending
+                try:
+                    self._read()
+                    self._drain()
+                except Exception:
+                    self._defect("writing the recording")
+            self._abandon("the gateway ends")
+        finally:
+            self.file.close()
 
-    async def _drain(self) -> None:
-        while self._waiting and not self.over:
+    def _late(self) -> bool:
+        return self._ending and monotonic() > self._until
+
+    def _rest(self) -> None:
+        if not self._ending:
+            sleep(REST)
+
+    def _read(self) -> None:
+        """Make symbols of prompts: until then each keeps its body in memory."""
+        while self._unread and not self._late():
+            with self._lock:
+                noted = self._unread.popleft()
+            self._settle(noted)
+            with self._lock:
+                self._unread_bytes -= noted.size
+
+    def _settle(self, noted: Noted) -> None:
+        try:
+            noted.settle()
+        except Fault:
+            # The engine will say what is wrong with it.
+            pass
+        except Exception:
+            self._defect("reading a prompt for the recording")
+        self._rest()
+
+    def _drain(self) -> None:
+        while self._waiting and not self.over and not self._late():
             lines: list[bytes] = []
             size = 0
-            while self._waiting and size < BATCH:
-                finished = self._waiting.popleft()
-                self._held -= len(finished.noted.symbols)
-                lines.append(self._line(finished, await self._ids(finished.noted)))
-                size += len(lines[-1])
-                await asyncio.sleep(0)
-            await self._append(lines)
+            while self._waiting and size < BATCH and not self._late():
+                with self._lock:
+                    finished = self._waiting.popleft()
+                    self._held -= finished.noted.weight
+                # One that is still to be read came after the last look at those.
+                self._settle(finished.noted)
+                if finished.noted.told:
+                    ids = self._ids.of(finished.noted.session, finished.noted.namespace, finished.noted.symbols)
+                    lines.append(line_of(self.file.key, finished, ids))
+                    size += len(lines[-1])
+            if lines:
+                self._append(lines)
 
-    async def _append(self, lines: list[bytes]) -> None:
+    def _append(self, lines: list[bytes]) -> None:
         file = self.file
         room = file.most - file.size
         fitting, size = 0, 0
@@ -209,72 +274,65 @@ class Recorder:
                 break
             fitting, size = fitting + 1, size + len(line)
         try:
-            await asyncio.to_thread(file.append, b"".join(lines[:fitting]))
+            file.append(b"".join(lines[:fitting]))
         except OSError as error:
-            self._metrics.recording_dropped.add((), len(lines))
+            self._dropped(len(lines))
             self._stop(f"{file.path} cannot be written: {error.strerror}")
             return
         self._metrics.recorded.add((), fitting)
         if fitting < len(lines):
-            self._metrics.recording_dropped.add((), len(lines) - fitting)
+            self._dropped(len(lines) - fitting)
             self._stop(f"{file.path} has reached recording.max")
+
+    def _dropped(self, requests: int) -> None:
+        with self._lock:
+            self._metrics.recording_dropped.add((), requests)
 
     def _stop(self, why: str) -> None:
         self.over = True
         log.warning("recording stopped: %s", why)
-        self._metrics.recording_dropped.add((), len(self._waiting))
-        self._waiting.clear()
-        self._last.clear()
-        self._held = self._kept = 0
+        self._forget()
+        self._ids.forget()
 
-    async def _ids(self, noted: Noted) -> array[int]:
-        """Chained ids of its pages."""
-        key, symbols = self.file.key, noted.symbols
-        ids: array[int] = array("Q")
-        before = keyed(key, b"namespace", noted.namespace)
-        place = (noted.session, noted.namespace) if noted.session is not None else None
-        known = self._last.pop(place, None) if place is not None else None
-        if known is not None:
-            self._kept -= len(known[1])
-            if symbols.startswith(known[0]):
-                ids = known[1][:]
-                before = ids[-1].to_bytes(SYMBOL, "little") if ids else before
-        for start in range(len(ids) * SYMBOL, len(symbols), SLICE * SYMBOL):
-            for at in range(start, min(start + SLICE * SYMBOL, len(symbols)), SYMBOL):
-                before = blake2b(before + symbols[at : at + SYMBOL], key=key, digest_size=SYMBOL).digest()
-                ids.append(int.from_bytes(before, "little"))
-            await asyncio.sleep(0)
-        if place is not None:
-            self._last[place] = (symbols, ids)
-            self._kept += len(ids)
-            while self._kept > KEPT:
-                _, (_, gone) = self._last.popitem(last=False)
-                self._kept -= len(gone)
-        return ids
+    def _abandon(self, why: str) -> None:
+        """What was not written by the end never will be."""
+        self.over = True
+        left = self._forget()
+        if left:
+            log.warning("recording: %d requests were not written, for %s", left, why)
 
-    def _line(self, finished: Finished, ids: array[int]) -> bytes:
-        key, noted = self.file.key, finished.noted
-        tokens = PAGE_TOKENS if noted.by_ids else None
-        if tokens is None and finished.prompt is not None and noted.pages:
-            tokens = max(1, round(finished.prompt / noted.pages))
-        row = {
-            "timestamp": round(finished.at * 1e3),
-            "model": finished.model,
-            "tenant": named(key, b"tenant", finished.tenant.encode()),
-            "session_id": None if noted.session is None else named(key, b"session", noted.session),
-            "input_length": finished.prompt,
-            "output_length": finished.completion,
-            "cached_tokens": finished.cached,
-            "ttft_ms": None if finished.first is None else round(finished.first * 1e3, 3),
-            "duration_ms": round(finished.lasted * 1e3, 3),
-            "status": finished.status,
-            "target": finished.target,
-            "page": "ids" if noted.by_ids else "text",
-            "pages": round(noted.pages, 3),
-            "block_size": tokens,
-            "hash_ids": ids.tolist(),
-        }
-        return msgspec.json.encode(row) + b"\n"
+    def _forget(self) -> int:
+        """Drop what waits."""
+        with self._lock:
+            left = len(self._waiting)
+            self._metrics.recording_dropped.add((), left)
+            self._waiting.clear()
+            self._unread.clear()
+            self._held = self._unread_bytes = 0
+        return left
+
+
+def _reader(reading: Reading, thinking: Thinking, text: bytes | None) -> Callable[[Noted], None]:
+    """Reads a prompt, of which ``text`` may be there."""
+    # The reading itself loses them once the answer begins.
+    made_ids, make_prompt = reading.ids, reading.make_prompt
+
+    def read(noted: Noted) -> None:
+        ids = made_ids() if made_ids is not None else None
+        if ids is not None:
+            noted.namespace += b"\x00ids"
+            noted.symbols, noted.pages, noted.by_ids = chain(ids).symbols, len(ids) / _page(True), True
+            return
+        assert make_prompt is not None
+        said = make_prompt(thinking).text if text is None else text
+        noted.symbols, noted.pages = paginate(said).symbols, len(said) / _page(False)
+
+    return read
+
+
+def _count(tokens: int | None) -> int | None:
+    """What an engine told, if it can be one."""
+    return tokens if tokens is not None and 0 <= tokens < MOST else None
 
 
 def _page(by_ids: bool) -> int:

@@ -9,6 +9,7 @@ import resource
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ import pytest
 import gateway.recording as recording_file
 import gateway.records as records
 from gateway.cli import main
-from gateway.config import Config, ConfigError, Recording, TenantConfig, parse
+from gateway.config import Config, ConfigError, Recording, TenantConfig, WorkerConfig, parse
 from gateway.config_reader import Secret
+from gateway.metrics import Metrics
 from gateway.run import Running
 from load_tests.client import Client, Results
 from load_tests.workloads.agents import agent_sessions
-from tests.gateway.conftest import Begin, StartEngine, start_gateway
+from tests.gateway.conftest import Begin, StartEngine, StartScripted, start_gateway
+from tests.gateway.scripted import Seen, ok
 from tests.gateway.talk import CHAT, Raw, admin, chat, long_chat, request, until
 
 TEXT = "a secret that nobody else is to know, said at some length and more than once: "
@@ -148,9 +151,9 @@ async def test_a_line_tells_sizes_times_and_pages(file: Path, engine: StartEngin
     first, second = rows(file)
     assert set(first) == {
         *("timestamp", "model", "tenant", "session_id", "input_length", "output_length", "cached_tokens", "ttft_ms"),
-        *("duration_ms", "status", "target", "page", "pages", "block_size", "hash_ids"),
+        *("duration_ms", "status", "outcome", "target", "page", "pages", "block_size", "hash_ids"),
     }
-    assert (first["model"], first["status"], first["page"]) == ("sim", 200, "text")
+    assert (first["model"], first["status"], first["outcome"], first["page"]) == ("sim", 200, "ok", "text")
     assert first["input_length"] + second["input_length"] == started.stats()["prompt_tokens"]
     assert (first["output_length"], second["output_length"]) == (4, 4)
     assert first["cached_tokens"] == 0
@@ -199,6 +202,45 @@ async def test_token_ids_are_pages_of_sixteen(file: Path, engine: StartEngine) -
         assert len(row["hash_ids"]) == 6
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "prefix_hash"])
+async def test_streams_are_recorded_with_their_lengths_whoever_asks_for_them(
+    policy: str, file: Path, engine: StartEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = await engine(models=["sim"])
+    async with recording(file, started, policy=policy) as running:
+        async with await Raw.connect(running.port) as client:
+            answer = await client.ask(request(said(TEXT * 20, stream=True), "Content-Type: application/json"))
+        assert answer.status == 200
+        # The client did not ask for it, and gets none of it.
+        assert b'"usage"' not in answer.body
+    (row,) = rows(file)
+    assert (row["input_length"], row["output_length"]) == (started.stats()["prompt_tokens"], 4)
+    assert main(["replay", str(file), "--workers", "1", "--policy", "round_robin", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["policies"]["round_robin"]["requests"] == 1
+
+
+async def test_usage_is_asked_for_only_if_the_request_is_recorded(file: Path, scripted: StartScripted) -> None:
+    asked: list[bytes] = []
+
+    async def script(seen: Seen) -> None:
+        if seen.method == "GET":
+            listing = b'{"object":"list","data":[{"id":"sim","object":"model","owned_by":"llamacpp"}]}'
+            await seen.write(ok(listing if seen.target.endswith("/v1/models") else b'{"total_slots":4}'))
+            return
+        asked.append(seen.body)
+        await seen.write(ok(b'{"id":"c","choices":[]}'))
+
+    # Below a path of its own, where the script answers probes as well.
+    worker = WorkerConfig((await scripted(script)).url + "/engine", engine="llamacpp")
+    for share in (1.0, 1e-9):
+        async with recording(file, worker, policy="round_robin", share=share) as running:
+            assert await ask(running, said(TEXT, stream=True)) == 200
+    first, second = asked
+    assert json.loads(first)["stream_options"] == {"include_usage": True}
+    assert "stream_options" not in json.loads(second)
+    assert len(rows(file)) == 1
+
+
 # -- what is recorded, and what is not ----------------------------------------------------------------------------------
 
 
@@ -232,7 +274,7 @@ async def test_of_an_answer_that_a_client_left_only_what_is_known_is_told(file: 
             await until(lambda: started.stats()["generated_tokens"] > 3)
         await until(lambda: not running.gateway.exchanges)
     (row,) = rows(file)
-    assert row["status"] == 200
+    assert (row["status"], row["outcome"]) == (200, "client_gone")
     assert row["input_length"] is row["output_length"] is row["cached_tokens"] is row["block_size"] is None
     assert row["pages"] > 0
 
@@ -242,7 +284,8 @@ async def test_what_an_engine_refuses_is_told_by_its_status(file: Path, engine: 
     async with recording(file, started) as running:
         assert await ask(running, said(TEXT * 30)) == 400
         assert await ask(running, {"model": "sim", "messages": "none"}) == 400
-    assert [(row["status"], row["output_length"]) for row in rows(file) if row["pages"] > 1] == [(400, None)]
+    told = [(row["status"], row["outcome"], row["output_length"]) for row in rows(file) if row["pages"] > 1]
+    assert told == [(400, "client_error", None)]
 
 
 async def test_without_the_section_nothing_is_noted(gateway: Begin, engine: StartEngine, tmp_path: Path) -> None:
@@ -311,6 +354,62 @@ async def test_a_file_that_cannot_be_recorded_to_stops_the_start(
     assert "of another version's form" in await refusal(started, file)
 
 
+def opened(path: Path) -> bytes:
+    """The key with which a recording is begun or gone on with."""
+    file = recording_file.File(str(path), 1 << 20)
+    file.close()
+    return file.key
+
+
+def test_a_recording_that_was_moved_away_leaves_its_key_to_the_next(file: Path) -> None:
+    key = opened(file)
+    moved = file.with_name("moved")
+    file.rename(moved)
+    assert opened(file) == key
+    key_of(moved).write_bytes(key_of(file).read_bytes())
+    assert opened(moved) == key
+
+
+def test_a_key_that_is_none_is_not_written_over(file: Path) -> None:
+    key_of(file).write_text("what somebody wrote")
+    with pytest.raises(recording_file.Unrecordable, match="is no key: move it away, or name another file"):
+        opened(file)
+    assert key_of(file).read_text() == "what somebody wrote"
+
+
+def test_files_that_are_there_become_private(file: Path) -> None:
+    opened(file)
+    for path in (file, key_of(file)):
+        path.chmod(0o644)
+    opened(file)
+    assert [os.stat(path).st_mode & 0o777 for path in (file, key_of(file))] == [0o600, 0o600]
+    file.write_bytes(b"")
+    key_of(file).write_bytes(b"")
+    for path in (file, key_of(file)):
+        path.chmod(0o666)
+    opened(file)
+    assert [os.stat(path).st_mode & 0o777 for path in (file, key_of(file))] == [0o600, 0o600]
+
+
+def test_a_file_that_is_no_recording_keeps_its_mode(file: Path) -> None:
+    file.write_text("what somebody wrote")
+    file.chmod(0o644)
+    with pytest.raises(recording_file.Unrecordable):
+        opened(file)
+    assert os.stat(file).st_mode & 0o777 == 0o644
+
+
+def test_a_first_line_without_its_end_is_ended(file: Path) -> None:
+    opened(file)
+    head = content(file)
+    put(file, head[:-1])
+    again = recording_file.File(str(file), 1 << 20)
+    again.append(b'{"row":1}\n')
+    again.close()
+    assert content(file) == head + '{"row":1}\n'
+    assert again.size == len(content(file))
+
+
 async def test_it_ends_at_its_most_and_says_so_once(
     file: Path, engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -374,13 +473,55 @@ async def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(
     assert len(rows(file)) == 3
 
 
+def finished(prompt: int | None = 100) -> recording_file.Finished:
+    """A request of two hundred pages that waits to be written."""
+    noted = records.Noted(None, b"x", os.urandom(8 * 200), 200.5, False)
+    return recording_file.Finished(noted, 0.0, None, 1.0, "m", "t", "x", 200, prompt, 10, 0, "ok")
+
+
+async def test_the_end_is_bounded_and_what_is_left_is_counted(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(records, "STOP", 0.05)
+    metrics = Metrics()
+    recorder = records.Recorder(recording_file.File(str(file), 1 << 30), 1.0, metrics, print)
+    await recorder.start()
+    recorder._waiting.extend([finished()] * 9000)
+    began = monotonic()
+    with caplog.at_level(logging.WARNING, "warmroute"):
+        await recorder.stop()
+    assert monotonic() - began < 1.0
+    written, dropped = len(rows(file)), metrics.recording_dropped.cell()[0]
+    assert dropped > 0
+    assert written + dropped == 9000
+    assert metrics.recorded.cell()[0] == written
+    assert [each.message for each in caplog.records] == [
+        f"recording: {dropped:.0f} requests were not written, for the gateway ends"
+    ]
+
+
+async def test_a_count_that_is_none_costs_no_line(file: Path, engine: StartEngine, scripted: StartScripted) -> None:
+    async def script(seen: Seen) -> None:
+        tokens = 1 << 70 if b"huge" in seen.body else -1 if b"less" in seen.body else 7
+        usage = {"prompt_tokens": tokens, "completion_tokens": 3, "total_tokens": 9}
+        await seen.write(ok(json.dumps({"id": "c", "choices": [], "usage": usage}).encode()))
+
+    worker = await scripted(script)
+    running = await start_gateway(worker, policy="round_robin", change=into(file))
+    for text in ("plain", "huge", "less", "plain"):
+        assert await ask(running, said(text)) == 200
+    await running.stop()
+    assert [row["input_length"] for row in rows(file)] == [7, None, None, 7]
+    assert running.gateway.defects == 0
+
+
 async def test_ids_of_a_prompt_that_goes_on_are_those_of_the_whole(
     file: Path, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = await engine(models=["sim"])
     texts = [TEXT * 8, "an answer", TEXT * 9, "another", TEXT * 7]
     for kept in (500_000, 0):
-        monkeypatch.setattr(records, "KEPT", kept)
+        monkeypatch.setattr(recording_file, "KEPT", kept)
         async with recording(file, started) as running:
             for turns in (1, 3, 5):
                 assert await ask(running, said(*texts[:turns]), "X-Session-Id: one") == 200
@@ -404,6 +545,7 @@ def test_the_section_is_read() -> None:
     [
         ("{max: 1G}", "recording", "'file' is missing"),
         ("{file: ''}", "recording.file", "is empty: name the file to write"),
+        ('{file: "a\\0b"}', "recording.file", "'a\\x00b' is no name of a file: take the NUL character out"),
         ("{file: r, max: 0}", "recording.max", "must be more than 0"),
         ("{file: r, share: 0}", "recording.share", "is a share of the sessions: more than 0, at most 1"),
         ("{file: r, share: 1.5}", "recording.share", "is a share of the sessions: more than 0, at most 1"),
