@@ -89,8 +89,8 @@ def _lines(path: Path) -> TextIO:
     with path.open("rb") as file:
         packed = file.read(2) == GZIP
     if packed:
-        return TextIOWrapper(GzipFile(path), encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
+        return TextIOWrapper(GzipFile(path), encoding="utf-8-sig", errors="replace")
+    return path.open(encoding="utf-8-sig", errors="replace")
 
 
 def _read(form: str, lines: TextIO, name: str, workers: int, seed: int, limit: int | None) -> Traffic:

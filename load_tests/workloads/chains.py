@@ -8,7 +8,7 @@ a turn of another (a sub-agent that is called, a burst that goes on from a resul
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from math import ceil, floor, isfinite
+from math import ceil, floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,10 @@ def begun(chains: Sequence[Chain]) -> list[int]:
     return found
 
 
+FACTORS = (0.001, 1000.0)
+"""What traffic may be scaled by, at least and at most."""
+
+
 class BadScale(ValueError):
     """A factor that scales nothing; the message names it and the cure."""
 
@@ -130,8 +134,8 @@ def scaled(traffic: Traffic, *, tokens: float = 1.0, think: float = 1.0, rate: f
     Prompts share prefixes as before: which blocks go, or are many, depends on their place alone.
     """
     for name, factor in (("tokens", tokens), ("think", think), ("rate", rate)):
-        if not (isfinite(factor) and factor > 0):
-            raise BadScale(f"{name}={factor:g}: give a number above 0, like {name}=0.5")
+        if not FACTORS[0] <= factor <= FACTORS[1]:
+            raise BadScale(f"{name}={factor:g}: give a number above 0, like {name}=0.5, from 0.001 to 1000")
     if tokens == think == rate == 1.0:
         return traffic
     chains = [

@@ -17,7 +17,7 @@ from typing import Any
 
 from load_tests.workloads.chains import Traffic
 from load_tests.workloads.messages import Logged, rendered, traffic
-from load_tests.workloads.mooncake import TraceError, object_in
+from load_tests.workloads.mooncake import LARGEST, TraceError, object_in
 
 SESSIONS = ("exgentic.session.id", "gen_ai.conversation.id", "session.id")
 """Attributes that tell a span's session, before its trace does."""
@@ -179,8 +179,8 @@ def _time(where: str, value: Any) -> float | None:
 
 
 def _count(where: str, value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise TraceError(f"{where} is {value!r:.40}: a whole number of at least 0 is needed")
+    if value is not None and (type(value) is not int or not 0 <= value < LARGEST):
+        raise TraceError(f"{where} is {value!r:.40}: a whole number of at least 0 is needed, below 2**53")
     return value
 
 

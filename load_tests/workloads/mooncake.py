@@ -15,6 +15,10 @@ BLOCK = 512
 """Tokens of one block, where a trace does not tell."""
 
 
+LARGEST = 1 << 53
+"""What a number of a trace has to be below: a float tells whole numbers apart up to here."""
+
+
 class TraceError(ValueError):
     """A line that is not as it should be; the message names line and field."""
 
@@ -92,7 +96,7 @@ def _number(number: int, row: dict[str, Any], field: str, least: int) -> int:
     value = row.get(field)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if type(value) is not int or value < least:
-        what = "is missing" if field not in row else f"is {value!r}"
-        raise TraceError(f"line {number}: {field} {what}: a whole number of at least {least} is needed")
+    if type(value) is not int or not least <= value < LARGEST:
+        what = "is missing" if field not in row else f"is {value!r:.40}"
+        raise TraceError(f"line {number}: {field} {what}: a whole number of at least {least} is needed, below 2**53")
     return value

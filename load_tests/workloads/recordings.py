@@ -1,7 +1,8 @@
 """Recordings of a gateway (`recording` in its configuration) as causal traffic.
 
 The first line says what the file is. Each further line is a request: ``timestamp`` (milliseconds, when it came),
-``duration_ms``, ``status``, ``session_id``, ``input_length`` and ``output_length`` (tokens; null where the engine did not say),
+``duration_ms``, ``status``, ``outcome`` (optional),
+``session_id``, ``input_length`` and ``output_length`` (tokens; null where the engine did not say),
 and its prompt: ``pages`` (how many, the last one in part), ``page`` (``text``: so many bytes; ``ids``: sixteen token ids),
 ``hash_ids`` (of whole pages, each of which names all pages before it).
 
@@ -11,12 +12,11 @@ answer follows on it, and thinks as long as then; requests that overlapped are c
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
 from statistics import fmean
 from typing import Any
 
 from load_tests.workloads.chains import Chain, Naming, Traffic, Turn
-from load_tests.workloads.mooncake import TraceError, object_in
+from load_tests.workloads.mooncake import LARGEST, TraceError, object_in
 from load_tests.workloads.traces import named
 
 MARK = "warmroute_recording"
@@ -45,11 +45,14 @@ class _Request:
     pages: float
     by_ids: bool
     ids: Sequence[int]
+    left: bool
+    """Its client did not wait for the end."""
     blocks: tuple[int, ...] = ()
 
 
 def parse(lines: Iterable[str], name: str) -> Traffic:
-    """All requests of ``lines`` that were answered. Raises `TraceError`."""
+    """All requests of ``lines`` whose answer began, those that a client left included: what a line does not tell of them is
+    taken to be as it is on average. Raises `TraceError`."""
     requests = sorted(_requests(lines), key=lambda each: each.at)
     if not requests:
         raise TraceError("the recording has no request that was answered")
@@ -57,7 +60,11 @@ def parse(lines: Iterable[str], name: str) -> Traffic:
     block = max(1, round(size))
     outputs = [each.output for each in requests if each.output is not None]
     if not outputs:
-        raise TraceError("no line tells output_length: engines have to report usage")
+        if all(each.left for each in requests):
+            raise TraceError("no line tells output_length: every client left before its answer had ended")
+        raise TraceError(
+            "no line tells output_length: the engines reported no usage, or are of a kind that is not asked for it in streams"
+        )
     usual = max(1, round(fmean(outputs)))
     naming, first = Naming(), requests[0].at
     for each in requests:
@@ -109,15 +116,23 @@ def _request(number: int, row: dict[str, Any]) -> _Request:
     if tokens is not None:
         tokens = max(1, tokens)
     return _Request(
-        at, at + _number(number, row, "duration_ms") / 1e3, session, tokens, output, pages, row["page"] == "ids", ids
+        at,
+        at + _number(number, row, "duration_ms") / 1e3,
+        session,
+        tokens,
+        output,
+        pages,
+        row["page"] == "ids",
+        ids,
+        row.get("outcome") == "client_gone",
     )
 
 
 def _number(number: int, row: dict[str, Any], field: str) -> float:
     value = row.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
         what = "is missing" if field not in row else f"is {value!r:.40}"
-        raise TraceError(f"line {number}: {field} {what}: a number of at least 0 is needed")
+        raise TraceError(f"line {number}: {field} {what}: a number of at least 0 is needed, below 2**53")
     return float(value)
 
 

@@ -13,13 +13,16 @@ from random import Random
 from typing import Any
 
 from load_tests.workloads.chains import Chain, Naming, Traffic, Turn
-from load_tests.workloads.mooncake import TraceError, object_in
+from load_tests.workloads.mooncake import LARGEST, TraceError, object_in
 
 COARSE = 8
 """Recorded blocks that are one of ours: long prompts are many blocks, and a hit loses less than one of them."""
 
 FOR_EACH = 16
 """Sessions for each worker, of those recorded."""
+
+LONGEST = 1 << 22
+"""Blocks of the longest prompt."""
 
 WINDOW = 3600.0
 """Seconds over which sessions begin; when they did was not recorded."""
@@ -56,10 +59,14 @@ def _row(number: int, line: str) -> tuple[int, dict[str, Any]]:
         ("system_tokens", int),
         ("chains", list),
     ):
-        if not isinstance(row.get(field), kind):
+        # A bool is an int to Python.
+        if not isinstance(row.get(field), kind) or isinstance(row[field], bool):
             raise TraceError(f"line {number}: {field} must be {kind.__name__}, not {row.get(field)!r:.40}")
-    if row["block_size"] < 1:
-        raise TraceError(f"line {number}: block_size must be at least 1, not {row['block_size']}")
+    for field, least in (("block_size", 1), ("tool_tokens", 0), ("system_tokens", 0)):
+        if not least <= row[field] < LARGEST:
+            raise TraceError(
+                f"line {number}: {field} must be at least {least}, not {row[field]!r:.40}, and below 2**53"
+            )
     return number, row
 
 
@@ -75,17 +82,20 @@ def _session(
         common = starts.setdefault(group, len(starts))
         turns: list[Turn] = []
         for asked, ids in _prompts(chain["requests"]):
-            tokens = max(1, asked["in"])
+            tokens = max(1, _whole(asked, "in"))
             # The last id of a full group names the group; what a group of sessions shares is named by that group.
             full = min(len(ids), tokens // size) // COARSE
             names = [
                 ("shared", common, at) if (at + 1) * COARSE <= shared and not number else ("own", place, ids[end - 1])
                 for at, end in enumerate(range(COARSE, full * COARSE + 1, COARSE))
             ]
-            think = max(0.0, float(asked.get("think_time") or 0.0)) if turns else 0.0
-            turns.append(Turn(naming.chained(names), tokens, max(0, asked["out"]), (), think))
+            # One that was measured by two clocks may be a little less than nothing.
+            waited = _seconds(asked, "think_time") if asked.get("think_time") is not None else 0.0
+            turns.append(
+                Turn(naming.chained(names), tokens, _whole(asked, "out"), (), max(0.0, waited) if turns else 0.0)
+            )
         session = row["id"] if not number else f"{row['id']}/{number}"
-        yield Chain(begin + float(chain["requests"][0]["t"]), tuple(turns), session)
+        yield Chain(begin + max(0.0, _seconds(chain["requests"][0], "t")), tuple(turns), session)
 
 
 def _prompts(requests: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[int]]]:
@@ -93,7 +103,26 @@ def _prompts(requests: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], l
     ids: list[int] = []
     for asked in requests:
         new = asked["new"]
-        ids = ids[: asked["keep"]]
+        ids = ids[: _whole(asked, "keep")]
+        for each in new:
+            if type(each) is not int or not 0 <= each < LARGEST:
+                raise ValueError(f"new has {each!r:.40}: whole numbers of at least 0, below 2**53, are needed")
         for first, length in zip(new[::2], new[1::2], strict=True):
+            if len(ids) + length > LONGEST:
+                raise ValueError(f"new has a run of {length} blocks: a prompt may have {LONGEST} at most")
             ids.extend(range(first, first + length))
         yield asked, ids
+
+
+def _whole(asked: dict[str, Any], field: str) -> int:
+    value = asked[field]
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise ValueError(f"{field} is {value!r:.40}: a whole number of at least 0, below 2**53, is needed")
+    return value
+
+
+def _seconds(asked: dict[str, Any], field: str) -> float:
+    value = asked[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+        raise ValueError(f"{field} is {value!r:.40}: a finite number of seconds is needed")
+    return float(value)

@@ -16,7 +16,7 @@ ROUNDED = 0.005
 
 def mooncake(path: str | Path, limit: int | None = None, seed: int = 0) -> Traffic:
     """The requests of a file in Mooncake's form, each at its own time. Raises `OSError` and `TraceError`."""
-    with Path(path).open(encoding="utf-8", errors="replace") as lines:
+    with Path(path).open(encoding="utf-8-sig", errors="replace") as lines:
         return mooncake_of(lines, Path(path).name, limit, seed)
 
 

@@ -184,6 +184,24 @@ def test_errors_of_recorded_sessions_name_line_and_field(line: str, message: str
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("t", value) for value in (float("nan"), float("inf"), 10**400, "0", True)),
+        *(("think_time", value) for value in (float("nan"), float("inf"), -(10**400))),
+        *(("in", value) for value in (10.5, 10**400, -1, True)),
+        *(("out", value) for value in (2.5, 10**400, -1)),
+        *(("keep", value) for value in (-5, 1.5, True)),
+        *(("new", value) for value in ([0, 10**12], [0, -1], [0.5, 3], [True, 3])),
+    ],
+)
+def test_numbers_of_recorded_sessions_are_finite_whole_and_bounded(field: str, value: Any) -> None:
+    asked = {"model": "m", "t": 0, "in": 1000, "out": 3, "keep": 0, "new": [0, 20], "think_time": 1.0}
+    parse([session(chains=[{"requests": [asked, asked]}])], "sessions", 1)
+    with pytest.raises(TraceError, match=f"line 1: chains: is not as it should be: {field} "):
+        parse([session(chains=[{"requests": [{**asked, field: value}] * 2}])], "sessions", 1)
+
+
 def test_a_gzipped_file_is_recorded_sessions(tmp_path: Path) -> None:
     path = tmp_path / "any.name"
     path.write_bytes(gzip.compress((session() + "\n").encode()))

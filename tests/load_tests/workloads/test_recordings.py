@@ -141,6 +141,11 @@ def test_the_file_is_known_by_its_first_line_gzipped_or_not(tmp_path: Path) -> N
         (["[]\n"], "line 2: an object is needed, not list"),
         ([line(0, 1, [1], timestamp=None)], "line 2: timestamp is None: a number of at least 0 is needed"),
         ([line(0, -1, [1])], "line 2: duration_ms is -1000"),
+        ([line(0, 1, [1], timestamp=10**400)], "line 2: timestamp is 1000"),
+        (
+            [line(0, 1, [1], output_length=None, outcome="client_gone")],
+            "no line tells output_length: every client left",
+        ),
         ([line(0, 1, [1], status=True)], "line 2: status is True"),
         ([line(0, 1, [1], session_id=5)], "line 2: session_id must be a string or null"),
         ([line(0, 1, ["a"])], "line 2: hash_ids must be a list of whole numbers"),  # type: ignore[list-item]
@@ -148,13 +153,31 @@ def test_the_file_is_known_by_its_first_line_gzipped_or_not(tmp_path: Path) -> N
         ([line(0, 1, [1], page="block")], "line 2: page must be text or ids, not 'block'"),
         ([line(0, 1, [1], input_length="many")], "line 2: input_length is 'many'"),
         ([line(0, 1, [1], input_length=None)], "no line tells input_length, so nothing tells what a page holds"),
-        ([line(0, 1, [1], output_length=None)], "no line tells output_length: engines have to report usage"),
+        (
+            [line(0, 1, [1], output_length=None)],
+            "no line tells output_length: the engines reported no usage, or are of a kind that is not asked",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_with_line_and_field(lines: list[str], message: str) -> None:
     with pytest.raises(TraceError) as caught:
         parse([HEAD, *lines], "r")
     assert str(caught.value).startswith(message)
+
+
+def test_an_answer_that_a_client_left_counts_with_what_is_known_of_it() -> None:
+    left = line(2, 1, [1, 2, 3], output_length=None, input_length=None, outcome="client_gone")
+    (chain,) = chains(line(0, 1, [1, 2], output_length=30), left)
+    assert [turn.tokens for turn in chain.turns] == [150, 210]
+    assert [turn.output for turn in chain.turns] == [30, 30]
+
+
+def test_a_mark_of_byte_order_is_passed_over(tmp_path: Path) -> None:
+    text = "\ufeff" + HEAD + line(0, 1, [1, 2])
+    (tmp_path / "plain").write_text(text)
+    (tmp_path / "packed").write_bytes(gzip.compress(text.encode()))
+    for name in ("plain", "packed"):
+        assert find(str(tmp_path / name), workers=1).requests == 1
 
 
 def test_a_recording_of_another_form_is_refused(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ def test_scaling_keeps_prefixes_and_moves_time() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("agents?tokens=1e9", "tokens=1e.09: give a number above 0, like tokens=0.5, from 0.001 to 1000"),
         ("agents?tokens=0", "tokens=0: give a number above 0, like tokens=0.5"),
         ("agents?think=-1", "think=-1: give a number above 0"),
         ("agents?rate=inf", "rate=inf: give a number above 0"),
