@@ -9,7 +9,7 @@ from math import inf
 from operator import attrgetter
 
 from policies.base import Candidate, Choice, Fleet, Request, cheapest, number
-from policies.cost import crowd, homed, interference, placement_bound, promised, restore, terms, turn
+from policies.cost import DELAYED, crowd, homed, interference, placement_bound, promised, restore, terms, turn
 
 _homes = attrgetter("homes")
 
@@ -88,6 +88,8 @@ def _at_once(request: Request, fleet: Fleet, least: float | None, now: float, th
     one by one, and those with rates of their own.
     """
     targets, holdings, positions = fleet.targets, request.holdings, fleet.positions
+    if 2 * len(fleet.odd) > len(targets):
+        return [terms(request, target, least, now, thrift).total for target in targets]
     tokens = request.tokens or 0
     rates = fleet.rates
     shared = 0
@@ -118,14 +120,15 @@ def _at_once(request: Request, fleet: Fleet, least: float | None, now: float, th
             ]
         if request.home is not None and (at := positions.get(request.home)) is not None:
             costs[at] -= min(targets[at].homes * one - least, most)
+    base, token, attention = rates.base, rates.token, rates.attention
     for id_, held in [item for item in holdings.items() if item[1] > shared]:
         at = positions.get(id_)
         if at is not None:
-            held = min(held, tokens)
-            less = rates.prefill(tokens - held, held)
-            wait, busy = waits[at], targets[at].busy
-            costs[at] += weight * (less - prefill) + busy * (interference(rates, less) - drag)
-            costs[at] += many * (less * (wait + 0.5 * less) - prefill * (wait + 0.5 * prefill))
+            left = tokens - held if held < tokens else 0
+            less = base + left * (token + attention * (tokens - 0.5 * left))
+            # Of wait, prefill, interference and delay only what a shorter prefill changes.
+            saved = weight + many * (waits[at] + 0.5 * (less + prefill)) + DELAYED * targets[at].busy
+            costs[at] += (less - prefill) * saved
     for id_ in request.restored:
         at = positions.get(id_)
         if at is not None:

@@ -25,7 +25,7 @@ BEYOND = 4
 
 def turn(rates: Rates) -> float:
     """Seconds of prefill that one ordinary turn of a session takes."""
-    return rates.prefill(TURN_TOKENS, 0)
+    return rates.base + TURN_TOKENS * (rates.token + rates.attention * (0.5 * TURN_TOKENS))
 
 
 def interference(rates: Rates, prefill: float) -> float:
@@ -90,4 +90,8 @@ def terms(request: Request, target: Target, least: float | None, now: float, thr
         wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))
     drag = target.busy * interference(rates, prefill) if target.busy else 0.0
     back = restore(request, target) if request.restored else 0.0
-    return Terms(wait, prefill, drag, placement, back, delay(request, wait, prefill) + thrift * prefill)
+    # `delay`, without the calls where nobody is delayed.
+    later = thrift * prefill
+    if request.crowd:
+        later += delay(request, wait, prefill)
+    return Terms(wait, prefill, drag, placement, back, later)

@@ -19,6 +19,8 @@ BUSIEST = 0.8
 """Share of time beyond which a target counts as no busier: averages of it are noise there."""
 EARLIEST = 0.2
 """Part of a window after which averages are taken as they are."""
+MOMENT = 0.05
+"""Seconds within which averages are taken for unchanged."""
 FADE = 0.999
 """Weight that a session loses with each later one: about a thousand count."""
 FIRST_TURNS = 4.0
@@ -35,6 +37,10 @@ class Demand:
     _work: float = 0.0
     _at: float = 0.0
     _began: float | None = None
+    _crowd: float = 0.0
+    """What was last told, of how many targets, and when."""
+    _among: int = 0
+    _told: float = 0.0
     _sessions: float = FIRST_TURNS
     _asked: float = FIRST_TURNS * FIRST_TURNS
 
@@ -42,10 +48,13 @@ class Demand:
         """A request with ``seconds`` of prefill was sent."""
         if self._began is None:
             self._began = self._at = now
-        faded = exp((self._at - now) / WINDOW) if now > self._at else 1.0
-        self._at = max(now, self._at)
-        self._arrivals = self._arrivals * faded + 1.0
-        self._work = self._work * faded + seconds
+        if now - self._at > MOMENT:
+            faded = exp((self._at - now) / WINDOW)
+            self._at = now
+            self._arrivals *= faded
+            self._work *= faded
+        self._arrivals += 1.0
+        self._work += seconds
 
     def turn(self, new: bool) -> None:
         """A request of a session was sent; ``new``: its first."""
@@ -59,7 +68,11 @@ class Demand:
         """Requests a second that a second of prefill on one of so many targets delays; see the module's head."""
         if self._began is None:
             return 0.0
+        if targets == self._among and -MOMENT < now - self._told < MOMENT:
+            return self._crowd
+        self._among, self._told = targets, now
         seen = max(EARLIEST, 1.0 - exp((self._began - now) / WINDOW))
         faded = exp((self._at - now) / WINDOW) if now > self._at else 1.0
         share = faded / (WINDOW * seen * targets)
-        return SHARED * self._arrivals * share / (1.0 - min(BUSIEST, self._work * share))
+        self._crowd = SHARED * self._arrivals * share / (1.0 - min(BUSIEST, self._work * share))
+        return self._crowd

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from kv_index.pages import SYMBOL, TEXT_PAGE, paginate
 from kv_index.radix import RadixIndex
-from policies.base import Fleet, Request, Target, load as load_policy
+from policies.base import Fleet, Rates, Request, Target, load as load_policy
 
 PROMPT = 102_400
 SHARED = 8_192
@@ -50,7 +50,9 @@ def at_targets(targets: int) -> dict[str, float]:
     """Match, insert and decision for prompts of 100 KB: half of the prompt is known, half is new."""
     random = Random(targets)
     index, prompts = filled(targets, random)
-    view = Fleet([Target(number, f"10.0.{number // 250}.{number % 250}:8000") for number in range(targets)])
+    rates = Rates()  # of one model on one kind of engine: shared, as the gateway has them
+    names = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(targets)]
+    view = Fleet([Target(number, name, rates) for number, name in enumerate(names)])
     policy = load_policy("cache_aware", {})
     matches, inserts, decisions = [], [], []
     gc.collect()
