@@ -171,7 +171,7 @@ class Routing:
         """What the policy says. Raises `NoWorker`; changes nothing."""
         self.fleet.settle_estimates(now)
         view = self.view(ask, tried, now)
-        if ask.model is not None:
+        if ask.model is not None and ask.policy.needs_prefix:
             ask.request.crowd = ask.model.demand.crowd(len(view.targets), now)
         home = ask.request.home
         ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
@@ -154,16 +155,11 @@ def jobs(parts: set[str], seeds: tuple[int, ...]) -> Iterator[Job]:
                 yield from (Job("modes", case, label, "cache_aware", seed) for label in MODES)
 
 
-_last: tuple[tuple[str, int], Traffic, float] | None = None
-
-
+@lru_cache(maxsize=1)
 def traffic(case: str, seed: int) -> tuple[Traffic, float]:
     """And its ceiling; the last one is kept."""
-    global _last
-    if _last is None or _last[0] != (case, seed):
-        made = find(CASES[case].trace, workers=CASES[case].workers, seed=seed)
-        _last = ((case, seed), made, ceiling(made))
-    return _last[1], _last[2]
+    made = find(CASES[case].trace, workers=CASES[case].workers, seed=seed)
+    return made, ceiling(made)
 
 
 def run(job: Job) -> dict[str, Any]:
