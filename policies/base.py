@@ -9,6 +9,7 @@ keyword arguments.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
@@ -16,6 +17,14 @@ from pkgutil import iter_modules
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from xxhash import xxh3_64_intdigest
+
+
+class Role(StrEnum):
+    """What an engine does of a request."""
+
+    UNIFIED = "unified"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +44,18 @@ class Rates:
     """Seconds by which one running decode lengthens one step of the others."""
     restore: tuple[float, float, float] = (1e-5, 5e-5, 1e-4)
     """Seconds to bring one token's KV back to the device from host memory, disk, a shared store."""
+    handshake: float = 0.01
+    """Seconds that a transfer of KV from another engine takes whatever its size."""
+    transfer: float = 5e-6
+    """Seconds to bring one token's KV from another engine."""
 
     def prefill(self, uncached: float, context: float) -> float:
         """Seconds to prefill ``uncached`` tokens behind ``context`` tokens."""
         return self.base + uncached * (self.token + self.attention * (context + 0.5 * uncached))
+
+    def moved(self, tokens: float) -> float:
+        """Seconds to bring ``tokens`` tokens' KV from another engine; nothing to bring costs nothing."""
+        return self.handshake + tokens * self.transfer if tokens > 0 else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +81,15 @@ class Target:
     """Requests that generate now: ours that have begun to answer, and the foreign ones."""
     homes: int = 0
     """Live sessions bound to it."""
+    role: Role = Role.UNIFIED
+    whole: bool = True
+    """Whether it can serve a request from its prompt to its end; `Role.UNIFIED` always does."""
+    pool: str = ""
+    """Engines of one pool can hand KV to each other."""
+    room: int | None = None
+    """Tokens that its KV cache holds; ``None``: not known."""
+    active: float = 0.0
+    """Tokens of requests in flight: their prompts, and what they are expected to generate."""
     share: float = 1.0
     """Slow start: the part of its fair share that it may take now, in (0, 1]."""
     seed: int = 0
@@ -112,6 +138,10 @@ class Request:
     """Requests of an ordinary session."""
     restored: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
     """target id -> how many of its holding must first be brought back from host, disk, a shared store; absent is none."""
+    partner: int | None = None
+    """target id of the prefill engine that the session is bound to, where its home is a pair."""
+    lent: int = 0
+    """Leading prompt tokens whose KV the home can hand back to a prefill engine."""
 
     @property
     def key(self) -> int:
@@ -125,10 +155,12 @@ class Fleet:
     The gateway makes one when the set changes and keeps it while it does not.
     """
 
-    __slots__ = ("odd", "positions", "rates", "targets", "uniform")
+    __slots__ = ("odd", "positions", "prefill", "rates", "targets", "uniform")
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Target], prefill: "Fleet | None" = None) -> None:
         self.targets = tuple(targets)
+        self.prefill = prefill
+        """Prefill engines that may compute its prompt for one of ``targets``; ``None``: there are none."""
         self.positions = {target.id: at for at, target in enumerate(self.targets)}
         """target id -> its place in ``targets``."""
         ((shared, _),) = Counter(id(target.rates) for target in targets).most_common(1)
@@ -150,11 +182,15 @@ class Terms(NamedTuple):
     restore: float = 0.0
     delay: float = 0.0
     """What later requests wait longer for it, and what a policy's thrift adds."""
+    transfer: float = 0.0
+    """Until KV that another engine holds has come."""
+    memory: float = 0.0
+    """Until there is room for its KV."""
 
     @property
     def total(self) -> float:
         """Seconds in all."""
-        return self.wait + self.prefill + self.interference + self.placement + self.restore + self.delay
+        return sum(self)
 
 
 class Choice(NamedTuple):
@@ -168,6 +204,10 @@ class Choice(NamedTuple):
     terms: Terms | None = None
     runner_up: Target | None = None
     runner_up_terms: Terms | None = None
+    prefill: Target | None = None
+    """Who computes the prompt, if that is not ``target``."""
+    source: Target | None = None
+    """Who hands over KV that it holds of the prompt."""
 
 
 class Candidate(NamedTuple):
@@ -176,6 +216,8 @@ class Candidate(NamedTuple):
     target: Target
     terms: Terms | None
     holding: int
+    prefill: Target | None = None
+    """Who would compute the prompt, if that is not ``target``."""
 
 
 @runtime_checkable

@@ -32,8 +32,8 @@ class CacheAware:
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """Costs one pass over the candidates, plus the terms of the best two."""
         targets = fleet.targets
-        least = _least_homed(request, fleet)
-        costs = _at_once(request, fleet, least, now, self.thrift)
+        least = least_homed(request, fleet)
+        costs = at_once(request, fleet, least, now, self.thrift)
         best = cheapest(costs, targets, request.key)
         home = None if request.home is None else fleet.positions.get(request.home)
         chosen = best
@@ -58,7 +58,7 @@ class CacheAware:
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
         """Every candidate's terms: the chosen one first, then by cost."""
-        least = _least_homed(request, fleet)
+        least = least_homed(request, fleet)
         chosen = self.choose(request, fleet, now).target
         rows = [
             Candidate(target, terms(request, target, least, now, self.thrift), request.holdings.get(target.id, 0))
@@ -67,8 +67,11 @@ class CacheAware:
         return sorted(rows, key=lambda row: (row.target is not chosen, row.terms.total if row.terms else inf))
 
 
-def _least_homed(request: Request, fleet: Fleet) -> float | None:
-    """``None`` if the request places no session: it has none, or runs beside others of it, which leave the home where it is."""
+def least_homed(request: Request, fleet: Fleet) -> float | None:
+    """The least that is promised to any of them (`cost.homed`).
+
+    ``None`` if the request places no session: it has none, or runs beside others of it, which leave the home where it is.
+    """
     if request.session is None or request.siblings:
         return None
     targets, one = fleet.targets, promised(request, fleet.rates)
@@ -81,7 +84,7 @@ def _least_homed(request: Request, fleet: Fleet) -> float | None:
     return min(promises)
 
 
-def _at_once(request: Request, fleet: Fleet, least: float | None, now: float, thrift: float) -> list[float]:
+def at_once(request: Request, fleet: Fleet, least: float | None, now: float, thrift: float) -> list[float]:
     """Totals of `cost.terms`.
 
     Most candidates have the same rates: what all of them hold is priced once for all; only those that hold more are priced

@@ -1,7 +1,7 @@
 """Seconds: what it costs to send a request to a target.
 
-``wait + prefill + restore + interference + delay + placement``, each defined below. All rates come from the target (`Rates`)
-and from what is asked (`policies.demand`), which the gateway learns; nothing here is a tuning knob.
+``wait + prefill + restore + transfer + memory + interference + delay + placement``, each defined below. All rates come from
+the target (`Rates`) and from what is asked (`policies.demand`), which the gateway learns; nothing here is a tuning knob.
 """
 
 from policies.base import Rates, Request, Target, Terms
@@ -69,6 +69,18 @@ def restore(request: Request, target: Target) -> float:
         return 0.0
     host, disk, shared = target.rates.restore
     return told[0] * host + told[1] * disk + told[2] * shared
+
+
+def memory(request: Request, target: Target) -> float:
+    """Seconds until ``target`` has room for the prompt and what it will generate: what runs there ends evenly over the time of
+    one answer, and frees what it has. None where its room is not known."""
+    if target.room is None:
+        return 0.0
+    lacking = target.active + (request.tokens or 0) + EXPECTED_OUTPUT - target.room
+    if lacking <= 0.0 or target.active <= 0.0:
+        return 0.0
+    answer = EXPECTED_OUTPUT * (target.rates.base + target.busy * target.rates.decode)
+    return lacking / target.active * answer
 
 
 def terms(request: Request, target: Target, least: float | None, now: float, thrift: float = 0.0) -> Terms:

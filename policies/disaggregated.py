@@ -1,0 +1,307 @@
+"""Prefill/decode disaggregation: who computes a prompt, who generates, or one engine for both; by least expected seconds.
+
+Three ways to serve a request are priced for every candidate, and the cheapest wins:
+
+    pair    a prefill engine computes what it does not hold, its KV goes over, a decode engine generates:
+            wait(P) + prefill(P) + transfer(tokens that D does not hold) + memory(D)
+    local   a decode engine computes what it does not hold itself, behind what its session left there, while those that
+            generate on it wait: wait(D) + prefill(D) + interference + memory(D)
+    whole   a unified engine does it all
+
+A prefill engine holds prompts, a decode engine prompts and answers, so a long answer that is asked about again speaks for
+the decode engine, and a long new text for a prefill engine. No number of tokens decides that, for queues decide it too
+(llm-d's threshold on uncached tokens sends everything to prefill, however long its queue).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple
+
+from policies.base import (
+    BadOption,
+    Candidate,
+    Choice,
+    Fleet,
+    Policy,
+    Request,
+    Role,
+    Target,
+    Terms,
+    UnknownPolicy,
+    cheapest,
+    load,
+    number,
+)
+from policies.cache_aware import CacheAware, least_homed
+from policies.cost import EXPECTED_OUTPUT, memory, terms, turn
+
+DISTURBED = 0.5
+"""Weight of a second by which a prefill on a decode engine delays each answer there, against a second of the request's own."""
+
+LEAST_LENT = 64
+"""Tokens of a prompt below which handing KV back is not worth a transfer: engines compute them (vLLM's
+``kv_recompute_threshold``)."""
+
+
+class _Stage(NamedTuple):
+    """A prefill engine with what it costs to have the prompt computed there."""
+
+    target: Target
+    terms: Terms
+    lent: bool
+
+
+class Disaggregated:
+    """The module's head says how. ``margin`` and ``thrift`` are those of ``cache_aware``.
+
+    ``prefill`` and ``decode``: policies, by name or as a mapping, that choose each side by themselves; then every request
+    takes a pair.
+    """
+
+    name = "disaggregated"
+    needs_session = True
+
+    def __init__(
+        self,
+        *,
+        margin: float | None = None,
+        thrift: float = 0.0,
+        prefill: str | Mapping[str, Any] | None = None,
+        decode: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._whole = CacheAware(margin=margin, thrift=thrift)
+        self.thrift = self._whole.thrift
+        self.margin = None if margin is None else number(self.name, "margin", margin, 0.0, 3600.0)
+        self._sides: Sides | None = None
+        if prefill is not None or decode is not None:
+            self._sides = Sides(
+                _side("prefill", prefill if prefill is not None else decode),
+                _side("decode", decode if decode is not None else prefill),
+            )
+        self.needs_prefix = self._sides is None or self._sides.needs_prefix
+
+    def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
+        """A pair, or one target; `Choice.prefill` tells. Costs one pass over either side."""
+        if self._sides is not None:
+            return self._sides.choose(request, fleet, now)
+        if fleet.prefill is None:
+            return self._whole.choose(request, fleet, now)
+        stages = self._stages(request, fleet.prefill, now)
+        rows = self._rows(request, fleet, stages, now)
+        costs = [row.terms.total for row in rows]
+        home = None if request.home is None else next((r for r in rows if r.target.id == request.home), None)
+        best = rows[cheapest(costs, [row.target for row in rows], request.key)]
+        chosen, reason = best, "load"
+        if request.holdings.get(best.target.id) or (best.stage and request.holdings.get(best.stage.target.id)):
+            reason = "prefix"
+        if home is None:
+            if request.home is not None:
+                reason = "spill" if request.away else "home_gone"
+        else:
+            margin = 0.0 if request.siblings else turn(home.target.rates) if self.margin is None else self.margin
+            if home is best or home.terms.total - best.terms.total <= margin:
+                chosen, reason = home, "home"
+            else:
+                reason = "spill" if request.siblings else "moved"
+        others = [row for row in rows if row is not chosen]
+        other = min(others, key=lambda row: row.terms.total) if others else None
+        stage = chosen.stage
+        return Choice(
+            chosen.target,
+            reason,
+            reason != "spill",
+            chosen.terms,
+            None if other is None else other.target,
+            None if other is None else other.terms,
+            None if stage is None else stage.target,
+            _lender(request, fleet) if stage is not None and stage.lent else None,
+        )
+
+    def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
+        """Every way that was priced: of each target that generates the pair and, where it can, alone; the chosen one first."""
+        if self._sides is not None:
+            return self._sides.explain(request, fleet, now)
+        if fleet.prefill is None:
+            return self._whole.explain(request, fleet, now)
+        chosen = self.choose(request, fleet, now)
+        stages = self._stages(request, fleet.prefill, now)
+        rows = [
+            Candidate(
+                row.target,
+                row.terms,
+                request.holdings.get(row.target.id, 0),
+                None if row.stage is None else row.stage.target,
+            )
+            for row in self._priced(request, fleet, stages, now)
+        ]
+        return sorted(
+            rows,
+            key=lambda row: (
+                not (row.target is chosen.target and row.prefill is chosen.prefill),
+                row.terms.total if row.terms else inf,
+            ),
+        )
+
+    # -- the first stage --------------------------------------------------------------------------------------------
+
+    def _stages(self, request: Request, fleet: Fleet, now: float) -> dict[str, _Stage]:
+        """Pool -> its cheapest prefill engine; the session's own unless another saves more than the margin."""
+        asked = _asked_of_prefill(request)
+        least = least_homed(asked, fleet)
+        pools: dict[str, list[_Stage]] = {}
+        for target in fleet.targets:
+            pools.setdefault(target.pool, []).append(self._stage(asked, target, least, now))
+        found = {}
+        for pool, stages in pools.items():
+            costs = [stage.terms.total for stage in stages]
+            best = stages[cheapest(costs, [stage.target for stage in stages], request.key)]
+            own = next((stage for stage in stages if stage.target.id == request.partner), None)
+            if own is not None and own is not best:
+                margin = 0.0 if request.siblings else turn(own.target.rates) if self.margin is None else self.margin
+                if own.terms.total - best.terms.total <= margin:
+                    best = own
+            found[pool] = best
+        return found
+
+    def _stage(self, asked: Request, target: Target, least: float | None, now: float) -> _Stage:
+        own = terms(asked, target, least, now, self.thrift)
+        tokens = asked.tokens or 0
+        held = min(asked.holdings.get(target.id, 0), tokens)
+        if asked.lent - held < LEAST_LENT:
+            return _Stage(target, own, False)
+        holdings = {**asked.holdings, target.id: asked.lent}
+        lent = terms(replace(asked, holdings=holdings), target, least, now, self.thrift)
+        lent = lent._replace(transfer=target.rates.moved(asked.lent - held))
+        return _Stage(target, lent, True) if lent.total < own.total else _Stage(target, own, False)
+
+    # -- both stages ------------------------------------------------------------------------------------------------
+
+    def _rows(self, request: Request, fleet: Fleet, stages: Mapping[str, _Stage], now: float) -> "list[_Row]":
+        """Of each target that can generate the cheapest way."""
+        best: dict[int, _Row] = {}
+        for row in self._priced(request, fleet, stages, now):
+            before = best.get(row.target.id)
+            if before is None or row.terms.total < before.terms.total:
+                best[row.target.id] = row
+        return list(best.values())
+
+    def _priced(self, request: Request, fleet: Fleet, stages: Mapping[str, _Stage], now: float) -> "list[_Row]":
+        least = least_homed(request, fleet)
+        rows = []
+        for target in fleet.targets:
+            alone = terms(request, target, least, now, self.thrift)
+            full = memory(request, target)
+            if target.role is not Role.DECODE:
+                rows.append(_Row(target, alone._replace(memory=full), None))
+                continue
+            stage = stages.get(target.pool)
+            if stage is not None:
+                rows.append(_Row(target, _paired(request, target, alone, stage, full, now), stage))
+            if target.whole:
+                drag = target.busy * (DISTURBED * alone.prefill + EXPECTED_OUTPUT * target.rates.decode)
+                rows.append(_Row(target, alone._replace(interference=drag, memory=full), None))
+        return rows
+
+
+class _Row(NamedTuple):
+    """One way to serve a request."""
+
+    target: Target
+    terms: Terms
+    stage: _Stage | None
+
+
+def _paired(request: Request, target: Target, alone: Terms, stage: _Stage, full: float, now: float) -> Terms:
+    """``stage``, then ``target``, which is busy with prompts of its own until then (``alone``: what it costs without)."""
+    first = stage.terms
+    tokens = request.tokens or 0
+    held = min(request.holdings.get(target.id, 0), tokens)
+    return Terms(
+        wait=max(first.wait, target.waits(now) - first.prefill),
+        prefill=first.prefill,
+        interference=target.busy * EXPECTED_OUTPUT * target.rates.decode,
+        placement=first.placement + alone.placement,
+        restore=first.restore,
+        delay=first.delay,
+        transfer=first.transfer + target.rates.moved(tokens - held),
+        memory=full,
+    )
+
+
+def _asked_of_prefill(request: Request) -> Request:
+    """``request`` as a prefill engine sees it: at home at its session's partner."""
+    return replace(request, home=request.partner)
+
+
+def _lender(request: Request, fleet: Fleet) -> Target | None:
+    at = None if request.home is None else fleet.positions.get(request.home)
+    return None if at is None else fleet.targets[at]
+
+
+class Sides:
+    """Two policies that choose a prefill and a decode engine without regard to each other; every request takes a pair.
+
+    It is what policies that price nothing are in a disaggregated fleet.
+    """
+
+    def __init__(self, prefill: Policy, decode: Policy) -> None:
+        self.name = prefill.name if prefill is decode else Disaggregated.name
+        self.prefill = prefill
+        self.decode = decode
+        self.needs_prefix = prefill.needs_prefix or decode.needs_prefix
+        self.needs_session = prefill.needs_session or decode.needs_session
+
+    def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
+        """A pair of one pool; one target where the fleet has no such pair."""
+        first, able = self._first(request, fleet, now)
+        second = self.decode.choose(request, able, now)
+        return second if first is None else second._replace(prefill=first.target)
+
+    def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
+        """The decode policy's view, with the prefill engine that was chosen."""
+        first, able = self._first(request, fleet, now)
+        rows = self.decode.explain(request, able, now)
+        return rows if first is None else [row._replace(prefill=first.target) for row in rows]
+
+    def _first(self, request: Request, fleet: Fleet, now: float) -> tuple[Choice | None, Fleet]:
+        if fleet.prefill is None:
+            return None, fleet
+        pools = {target.pool for target in fleet.targets if target.role is Role.DECODE}
+        first = _within(fleet.prefill.targets, pools)
+        if first is None:
+            return None, fleet
+        choice = self.prefill.choose(_asked_of_prefill(request), first, now)
+        decoders = [target for target in fleet.targets if target.role is Role.DECODE]
+        second = _within(decoders, {choice.target.pool})
+        assert second is not None, "its pool was asked for"
+        return choice, second
+
+
+def _within(targets: Sequence[Target], pools: set[str]) -> Fleet | None:
+    able = [target for target in targets if target.pool in pools]
+    return Fleet(able) if able else None
+
+
+def paired(policy: Policy) -> Policy:
+    """What ``policy`` does in a fleet with prefill engines."""
+    if isinstance(policy, Disaggregated):
+        return policy
+    if isinstance(policy, CacheAware):
+        return Disaggregated(margin=policy.margin, thrift=policy.thrift)
+    return Sides(policy, policy)
+
+
+def _side(option: str, told: str | Mapping[str, Any] | None) -> Policy:
+    options = {"name": told} if isinstance(told, str) else dict(told) if isinstance(told, Mapping) else {}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name == Disaggregated.name:
+        raise BadOption(
+            f"disaggregated.{option} must be the name of another policy, or a mapping with its name", option
+        )
+    try:
+        return load(name, options)
+    except UnknownPolicy as error:
+        raise BadOption(f"disaggregated.{option}: {error}", option) from None
+    except BadOption as error:
+        raise BadOption(str(error), f"{option}.{error.option}" if error.option else option) from None
