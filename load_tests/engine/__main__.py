@@ -10,7 +10,16 @@ import sys
 import uvloop
 
 from load_tests.engine import Engine, EngineOptions
-from load_tests.engine.options import DIALECTS, EVENT_FORMATS, EVENT_HASHES, OFFLOAD_EVENTS, ROLES, OptionError
+from load_tests.engine.options import (
+    CONNECTORS,
+    DIALECTS,
+    EVENT_FORMATS,
+    EVENT_HASHES,
+    LOAD_FAILURES,
+    OFFLOAD_EVENTS,
+    ROLES,
+    OptionError,
+)
 from load_tests.engine.physics import Rates
 
 
@@ -45,12 +54,21 @@ def parser() -> argparse.ArgumentParser:
     add("--host-tokens", type=int, default=0, metavar="N", help="room in host memory for what leaves the device")
     add("--disk-tokens", type=int, default=0, metavar="N", help="room on disk for what leaves host memory")
     _event_flags(arguments)
+    _connector_flags(arguments)
     rates = Rates()
     add("--step-seconds", type=float, default=rates.base, metavar="S", help="one step, before what is in it")
     add("--token-seconds", type=float, default=rates.token, metavar="S", help="one uncached prompt token")
     add("--decode-seconds", type=float, default=rates.decode, metavar="S", help="one sequence's decode in a step")
     add("--host-seconds", type=float, default=rates.host, metavar="S", help="one token restored from host memory")
     add("--disk-seconds", type=float, default=rates.disk, metavar="S", help="one token restored from disk")
+    add(
+        "--handshake-seconds",
+        type=float,
+        default=rates.handshake,
+        metavar="S",
+        help="one transfer of KV, before tokens",
+    )
+    add("--transfer-seconds", type=float, default=rates.transfer, metavar="S", help="one token of a transfer of KV")
     add("--attention-seconds", type=float, default=rates.attention, metavar="S", help="one query-key pair")
     return arguments
 
@@ -72,6 +90,19 @@ def _event_flags(arguments: argparse.ArgumentParser) -> None:
     add("--short-pages", action="store_true", help="sglang: tell of last pages that are not full")
     add("--offload-events", choices=OFFLOAD_EVENTS, default="placeholder", help="full: with tokens and parent")
     add("--hash-seed", type=int, default=0, metavar="N", help="two seeds give one block two hashes")
+
+
+def _connector_flags(arguments: argparse.ArgumentParser) -> None:
+    add = arguments.add_argument
+    add("--connector", choices=CONNECTORS[1:], default="", help="how KV is exchanged; default: by the role")
+    add("--engine-id", default="", metavar="ID", help="absent: another with every start")
+    add("--side-port", type=int, default=0, metavar="PORT", help="side channel; 0 takes a free one")
+    add("--bidirectional", action="store_true", help="nixl: decode engines keep KV for the next turn")
+    add("--lease", type=float, default=30.0, metavar="S", help="real seconds for which a prefill engine keeps KV")
+    add("--blocks-ttl", type=float, default=480.0, metavar="S", help="the same for a decode engine")
+    add(
+        "--load-failure", choices=LOAD_FAILURES, default="fail", help="what becomes of a request whose KV does not come"
+    )
 
 
 def options_from(arguments: argparse.Namespace) -> EngineOptions:
@@ -113,6 +144,13 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         event_hashes=arguments.event_hashes,
         hash_seed=arguments.hash_seed,
         short_pages=arguments.short_pages,
+        connector=arguments.connector,
+        engine_id=arguments.engine_id,
+        side_port=arguments.side_port,
+        bidirectional=arguments.bidirectional,
+        lease=arguments.lease,
+        blocks_ttl=arguments.blocks_ttl,
+        load_failure=arguments.load_failure,
         rates=Rates(
             base=arguments.step_seconds,
             token=arguments.token_seconds,
@@ -120,6 +158,8 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
             attention=arguments.attention_seconds,
             host=arguments.host_seconds,
             disk=arguments.disk_seconds,
+            handshake=arguments.handshake_seconds,
+            transfer=arguments.transfer_seconds,
         ),
     )
 
@@ -128,6 +168,8 @@ async def serve(options: EngineOptions) -> None:
     """Run until SIGINT or SIGTERM, then stop gracefully; a second signal kills."""
     engine = await Engine.start(options)
     print(f"listening on {engine.url}", flush=True)
+    if engine.side_port is not None:
+        print(f"side channel on {options.host}:{engine.side_port}", flush=True)
     if engine.events_endpoints:
         print(f"events on {' '.join(engine.events_endpoints)}", flush=True)
     if engine.replay_endpoints:

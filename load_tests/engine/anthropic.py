@@ -16,7 +16,7 @@ from aiohttp import web
 from load_tests.engine.asks import integer, namespace_of, resolve_model, stops_of, wanted_tokens
 from load_tests.engine.core import Core
 from load_tests.engine.driver import Job
-from load_tests.engine.errors import ApiError
+from load_tests.engine.errors import ApiError, stream_error
 from load_tests.engine.openai import begin, note_session, with_choice
 from load_tests.engine.prompts import chat_prompt
 from load_tests.engine.replies import Part, Reply, Wanted
@@ -114,6 +114,7 @@ async def messages(core: Core, call: Call) -> web.StreamResponse:
         if body.get("stream"):
             return await _stream(core, call, job, name, model)
         await job.wait()
+        reply = job.replies[0]
         answer = _message(name, model)
         answer |= {"content": _blocks(reply), "stop_reason": _stop_reason(job), "stop_sequence": reply.stop_reason}
         return await call.json({**answer, "usage": _usage(core, job)})
@@ -169,18 +170,23 @@ def _blocks(reply: Reply) -> list[JSON]:
 
 async def _stream(core: Core, call: Call, job: Job, name: str, model: str) -> web.StreamResponse:
     stream = Stream(call)
-    async for kind, fields in _events(core, job, name, model):
-        await stream.send(event({"type": kind, **fields}, kind))
+    try:
+        async for kind, fields in _events(core, job, name, model):
+            await stream.send(event({"type": kind, **fields}, kind))
+    except ApiError as error:
+        core.errors += 1
+        await stream.send(event(stream_error(core.options.dialect, call.request.path, error), "error"))
     return await stream.close()
 
 
 async def _events(core: Core, job: Job, name: str, model: str) -> AsyncIterator[tuple[str, JSON]]:
-    reply = job.replies[0]
-    blocks = _BlockStream(reply)
     begun = False
     async for _, start, end, ended in job.progress():
         if not begun:
             begun = True
+            # Only now: what the KV was computed from may have changed the reply.
+            reply = job.replies[0]
+            blocks = _BlockStream(reply)
             head = _message(name, model)
             head |= {"content": [], "stop_reason": None, "stop_sequence": None}
             usage = {"input_tokens": len(job.works[0].prompt), "output_tokens": 0}

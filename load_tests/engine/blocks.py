@@ -92,7 +92,7 @@ class BlockCache(KVCache):
             return False
         for _ in range(missing):
             holding.blocks.append(self._take())
-        if self.reuse and upto // self.block_size > holding.published:
+        if self.reuse and not holding.loading and upto // self.block_size > holding.published:
             self._publish(holding, tokens, upto // self.block_size)
         return True
 

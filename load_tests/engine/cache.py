@@ -21,12 +21,13 @@ class Holding:
 
     session labels the KV events that it causes; report_all: blocks it finds are told again, as if it stored them.
     marks and stated are a hybrid model's: positions whose state is kept, and up to where that has been done.
-    sources: where the hit was found, once opened.
+    sources: where the hit was found, once opened. loading: what it has room for is still to come, and is nobody's hit.
     """
 
     __slots__ = (
         "blocks",
         "digests",
+        "loading",
         "marks",
         "namespace",
         "node",
@@ -43,6 +44,7 @@ class Holding:
         self.session = session
         self.report_all = report_all
         self.open = False
+        self.loading = False
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
         self.published = 0

@@ -144,7 +144,7 @@ class ChatChunks(_Chunks):
         if self.dialect == "vllm":
             choice["delta"] = {"content": ""}
             choice |= {"stop_reason": reply.stop_reason, "token_ids": self._ids(index), "weight_versions": None}
-            chunk |= {"system_fingerprint": VLLM_FINGERPRINT, "kv_transfer_params": None}
+            chunk |= {"system_fingerprint": VLLM_FINGERPRINT, "kv_transfer_params": extra.get("kv_transfer_params")}
         elif self.dialect == "sglang":
             choice["delta"] = {"reasoning_content": None}
             choice["matched_stop"] = matched_of(reply, reason)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from load_tests.engine.asks import Traits
+from load_tests.engine.disagg.choose import make_connector
+from load_tests.engine.disagg.connector import JSON
+from load_tests.engine.disagg.traffic import Traffic
 from load_tests.engine.driver import Job
 from load_tests.engine.errors import ApiError, queue_full
 from load_tests.engine.faults import Faults
@@ -17,7 +20,7 @@ from load_tests.engine.publisher import EventBus, Events, Publisher
 from load_tests.engine.rank import Rank
 from load_tests.engine.recorder import Recorder
 from load_tests.engine.replies import Reply
-from load_tests.engine.scheduler import QueueFull, Work
+from load_tests.engine.work import QueueFull, Work
 
 STORED_RESPONSES = 1000
 EMPTY = Reply([], [], "", "", "stop")
@@ -33,6 +36,8 @@ class Core:
         self.language = load_language(options.tokenizer, options.template)
         self.restarts = 0
         self.errors = 0
+        self.traffic = Traffic()
+        self._side_port = options.side_port
         old = options.event_format == "positional"
         self._publishers = [
             Publisher(rank, options.topic, options.buffer_steps, old_replay=old)
@@ -52,10 +57,11 @@ class Core:
         self.sessions: set[str] = set()
         self.responses: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.jobs: dict[str, Job] = {}
+        self.connector = make_connector(self.options, self.faults, self.traffic, self._side_port)
 
     @property
     def busy(self) -> bool:
-        return any(rank.scheduler.busy for rank in self.ranks)
+        return any(rank.scheduler.engaged for rank in self.ranks)
 
     def run(self) -> None:
         """Start serving: sockets of events, and a driver for each rank. OSError if a port is taken."""
@@ -64,8 +70,14 @@ class Core:
         for rank in self.ranks:
             rank.driver.start()
 
+    async def open(self) -> None:
+        """Let other engines in; after a restart on the same port. OSError if it is taken."""
+        await self.connector.open()
+        self._side_port = self.connector.port or 0
+
     async def halt(self) -> None:
         """Stop every rank as a process that ends: what was not published is lost."""
+        await self.connector.close()
         for rank in self.ranks:
             await rank.driver.stop()
         if self.bus is not None:
@@ -100,9 +112,15 @@ class Core:
         return chosen
 
     def begin(
-        self, name: str, prompts: Sequence[Sequence[int]], replies: Sequence[Reply | None], traits: Traits
+        self,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        replies: Sequence[Reply | None],
+        traits: Traits,
+        body: JSON | None = None,
     ) -> Job:
-        """Queue one request of one or more sequences under ``name``; a reply of None computes the prompt only.
+        """Queue one request of one or more sequences under ``name``; a reply of None computes the prompt only. ``body``
+        is what may tie it to another engine.
 
         Raises ApiError: 503 in the dialect's words when the queue is at its limit, 400 for a rank that is none.
         """
@@ -112,11 +130,17 @@ class Core:
             for prompt, reply in zip(prompts, replies, strict=True)
         ]
         job = Job(rank.driver, works, [reply or EMPTY for reply in replies], rank.number)
+        self.connector.attach(job, name, body or {}, rank)
         try:
             rank.driver.submit(job)
         except QueueFull:
             rank.measures.rejected += 1
-            raise queue_full(self.options.dialect) from None
+            for work in works:
+                if work.state == "new" and work.link is not None:
+                    work.link.left(work)
+            error = queue_full(self.options.dialect)
+            error.told = True
+            raise error from None
         self.jobs[name] = job
         return job
 
@@ -151,5 +175,6 @@ class Core:
             "errors": self.errors,
             "sessions": len(self.sessions),
             "restarts": self.restarts,
+            "disaggregation": self.connector.stats(self.ranks),
             "ranks": ranks,
         }

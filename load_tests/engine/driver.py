@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from load_tests.engine.errors import ApiError
 from load_tests.engine.replies import Reply
-from load_tests.engine.scheduler import Scheduler, Step, Work
+from load_tests.engine.scheduler import Scheduler
+from load_tests.engine.work import Step, Work
+
+ENDED = ("finished", "aborted", "failed")
 
 
 class Progress(NamedTuple):
@@ -33,6 +38,19 @@ class Job:
         self._waiter: asyncio.Future[None] | None = None
         for index, work in enumerate(self.works):
             work.owner = (self, index)
+            work.replan = partial(self._replan, index)
+
+    @property
+    def error(self) -> ApiError | None:
+        """Why a sequence could not be served; None as long as none failed."""
+        return next((work.error for work in self.works if work.error is not None), None)
+
+    def _replan(self, index: int, seen: Sequence[int]) -> Sequence[int]:
+        """The reply to what the KV was computed from."""
+        again = self.replies[index].again
+        if again is not None:
+            self.replies[index] = again(seen)
+        return self.replies[index].tokens
 
     def notify(self, index: int) -> None:
         self._fresh[index] = None
@@ -43,7 +61,10 @@ class Job:
             self._waiter.set_result(None)
 
     async def progress(self) -> AsyncIterator[Progress]:
-        """What came, as it comes; tokens that came while the reader was busy arrive together."""
+        """What came, as it comes; tokens that came while the reader was busy arrive together.
+
+        Raises the ApiError of a sequence that failed.
+        """
         while self._open:
             if not self._fresh:
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -52,7 +73,10 @@ class Job:
             for index in fresh:
                 work = self.works[index]
                 start, self._taken[index] = self._taken[index], work.emitted
-                ended = work.state in ("finished", "aborted")
+                if work.error is not None:
+                    work.error.told = True
+                    raise work.error
+                ended = work.state in ENDED
                 self._open -= ended
                 yield Progress(index, start, work.emitted, ended)
 
@@ -64,13 +88,15 @@ class Job:
     def abort(self) -> None:
         """Free whatever still runs or waits; a reader sees it end."""
         for index, work in enumerate(self.works):
-            if work.state in ("waiting", "running"):
+            if work.state != "new" and work.state not in ENDED:
                 self._driver.scheduler.abort(work)
+                self._driver.wake()
                 self.notify(index)
 
     def reason(self, index: int) -> str:
-        """Why sequence ``index`` ended: stop, length, tool_calls or abort."""
-        return "abort" if self.works[index].state == "aborted" else self.replies[index].finish
+        """Why sequence ``index`` ended: stop, length, tool_calls, abort or error."""
+        odd = {"aborted": "abort", "failed": "error"}
+        return odd.get(self.works[index].state, self.replies[index].finish)
 
 
 def _report(task: asyncio.Task[None]) -> None:
@@ -107,10 +133,51 @@ class Driver:
         now = asyncio.get_running_loop().time()
         try:
             for work in job.works:
-                self.scheduler.submit(work, now)
+                if work.link is not None and work.link.hold(work):
+                    work.state, work.arrived = "held", now
+                else:
+                    self.scheduler.submit(work, now)
         except Exception:
             job.abort()
             raise
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Room or work has come from outside of a step."""
+        self._wake.set()
+
+    def queue(self, work: Work) -> None:
+        """Queue a sequence that was held. Raises QueueFull."""
+        arrived = work.arrived
+        self.scheduler.submit(work, asyncio.get_running_loop().time())
+        work.arrived = arrived
+        self._wake.set()
+
+    def received(self, work: Work, tokens: Sequence[int]) -> None:
+        """What a sequence waited for has come."""
+        self.scheduler.received(work, tokens, asyncio.get_running_loop().time())
+        self._wake.set()
+
+    def recompute(self, work: Work) -> None:
+        self.scheduler.recompute(work)
+        self._wake.set()
+
+    def fail(self, work: Work, error: ApiError) -> None:
+        """End a sequence with an error, if it still goes on."""
+        self.scheduler.fail(work, error)
+        self._tell(work)
+
+    def release(self, work: Work) -> None:
+        """Give back what a link kept; a sequence that was still sending ends by that."""
+        sending = work.state == "sending"
+        self.scheduler.release(work)
+        if sending:
+            self._tell(work)
+        self._wake.set()
+
+    def _tell(self, work: Work) -> None:
+        job, index = work.owner
+        job.notify(index)
         self._wake.set()
 
     async def _run(self) -> None:
@@ -123,6 +190,12 @@ class Driver:
                 due = loop.time()
             now = loop.time()
             step = self.scheduler.plan(now)
+            if not step.work:
+                # Nothing fits, or all that was there waits for another engine: whoever changes that wakes this.
+                self._wake.clear()
+                await self._wake.wait()
+                due = loop.time()
+                continue
             due = max(due, now - self.SLACK) + step.seconds * self.time_scale
             await asyncio.sleep(max(0.0, due - now))
             touched = self.scheduler.complete(step, loop.time())

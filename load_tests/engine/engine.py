@@ -62,6 +62,7 @@ class Engine:
         await engine._runner.setup()
         try:
             engine.core.run()
+            await engine.core.open()
             await engine._listen()
         except OSError:
             await engine.kill()
@@ -96,6 +97,16 @@ class Engine:
         """Where each rank replays them; empty where none does."""
         return self.core.bus.replay_endpoints() if self.core.bus else []
 
+    @property
+    def engine_id(self) -> str:
+        """Its name to other engines; another after a restart. "" without a connector."""
+        return self.core.connector.engine_id
+
+    @property
+    def side_port(self) -> int | None:
+        """Where other engines reach it: side channel or bootstrap server. None without a connector."""
+        return self.core.connector.port
+
     def stats(self) -> dict[str, Any]:
         """What GET /sim/stats answers."""
         return self.core.stats()
@@ -129,6 +140,7 @@ class Engine:
             return
         self.core.reset()
         self.core.run()
+        await self.core.open()
         await self._listen()
 
     async def _cleanup(self) -> None:

@@ -52,6 +52,8 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.kind = kind
+        # Whether other engines have heard of it already.
+        self.told = False
 
 
 def queue_full(dialect: str) -> ApiError:

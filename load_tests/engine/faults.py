@@ -8,6 +8,12 @@
     garbage       after ``after_events`` events come bytes that are no HTTP, and the connection is closed
     error500, error503, queue_full    that answer, at once, in the engine's own words
     slow_health   health checks take ``seconds`` longer
+    transfer_stall   KV that this engine gives or brings takes ``seconds`` longer (None: never comes)
+    transfer_fail    KV that this engine gives or brings does not arrive
+    notify_lost      another engine does not hear that its KV is not needed any more
+    forget           KV that is to be kept for another engine is given up at once
+    lost_answer      the work is done, and the connection is reset instead of being answered
+    out_of_memory    a decode engine gives a request up under memory pressure
 
 A JSON answer counts as one event, whose first half is sent before a fault with ``after_events`` of 1 or more.
 """
@@ -29,6 +35,12 @@ Kind = Literal[
     "slow_health",
     "garbage",
     "half_close",
+    "transfer_stall",
+    "transfer_fail",
+    "notify_lost",
+    "forget",
+    "lost_answer",
+    "out_of_memory",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BEFORE_ANSWER: tuple[Kind, ...] = ("stall_before", "error500", "error503", "queue_full")

@@ -13,7 +13,7 @@ from load_tests.engine.errors import ApiError, error_body
 from load_tests.engine.faults import BEFORE_ANSWER, DURING_ANSWER, Fault
 from load_tests.engine.options import DIALECTS, Dialect
 from load_tests.engine.recorder import Received
-from load_tests.engine.wire import Call, encode
+from load_tests.engine.wire import Call, encode, forever, reset_transport
 
 Serve = Callable[[Core, Call], Awaitable[web.StreamResponse]]
 
@@ -74,7 +74,16 @@ def _endpoint(core: Core, route: Route) -> Callable[[web.Request], Awaitable[web
         call = Call(request, raw, body, fault)
         if fault is not None:
             await _before(call, fault)
-        return await route.serve(core, call)
+        try:
+            response = await route.serve(core, call)
+        except ApiError as error:
+            if route.infers and not error.told:
+                core.connector.rejected(body)
+            raise
+        if route.infers and core.faults.take("lost_answer") is not None:
+            reset_transport(request.transport)
+            await forever()
+        return response
 
     return answer
 

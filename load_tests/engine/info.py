@@ -64,7 +64,8 @@ async def version(core: Core, call: Call) -> web.StreamResponse:
 async def metrics_page(core: Core, call: Call) -> web.StreamResponse:
     if not core.options.metrics:
         raise web.HTTPNotFound
-    text = metrics.render(core.options, [(rank.scheduler, rank.measures) for rank in core.ranks], core.started)
+    ranks = [(rank.scheduler, rank.measures) for rank in core.ranks]
+    text = metrics.render(core.options, ranks, core.started, core.traffic)
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

@@ -6,11 +6,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from load_tests.engine.disagg.traffic import Traffic
 from load_tests.engine.options import EngineOptions
-from load_tests.engine.scheduler import Scheduler, Work
+from load_tests.engine.scheduler import Scheduler
+from load_tests.engine.work import Work
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 GAP_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+# KV of one token of a model with 8 billion parameters.
+BYTES_PER_TOKEN = 131_072
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 
 
@@ -121,7 +125,7 @@ class Measures:
 Ranks = Sequence[tuple[Scheduler, Measures]]
 
 
-def render(options: EngineOptions, ranks: Ranks, started: float) -> str:
+def render(options: EngineOptions, ranks: Ranks, started: float, traffic: Traffic | None = None) -> str:
     """The page of ``options.dialect``; ``started`` is the process' start in Unix seconds."""
     if options.dialect == "sglang":
         return _sglang(options, ranks)
@@ -131,6 +135,8 @@ def render(options: EngineOptions, ranks: Ranks, started: float) -> str:
     for number, (scheduler, measures) in enumerate(ranks):
         page.labelled(engine=str(number))
         _vllm(page, options, scheduler, measures)
+        if number == 0 and traffic is not None and options.connector == "nixl":
+            _nixl(page, traffic)
     process = Page("", {})
     process.gauge("process_start_time_seconds", started)
     return process.text() + page.text()
@@ -139,27 +145,35 @@ def render(options: EngineOptions, ranks: Ranks, started: float) -> str:
 def _vllm(page: Page, options: EngineOptions, scheduler: Scheduler, measures: Measures) -> None:
     totals, cache = scheduler.totals, scheduler.cache
     page.gauge("num_requests_running", len(scheduler.running))
-    page.gauge("num_requests_waiting", len(scheduler.waiting))
-    reasons = (("capacity", len(scheduler.waiting)), ("deferred", 0))
+    deferred = len(scheduler.receiving)
+    page.gauge("num_requests_waiting", len(scheduler.waiting) + deferred)
+    reasons = (("capacity", len(scheduler.waiting)), ("deferred", deferred))
     page.family("num_requests_waiting_by_reason", "gauge", [(value, {"reason": name}) for name, value in reasons])
     page.gauge("kv_cache_usage_perc", cache.used_blocks / cache.num_blocks)
     page.counter("prefix_cache_queries", totals.prompt_tokens)
     below = totals.host_tokens + totals.disk_tokens
     device = totals.cached_tokens - below
     page.counter("prefix_cache_hits", device)
-    page.counter("external_prefix_cache_queries", totals.prompt_tokens - device if cache.tiers else 0)
-    page.counter("external_prefix_cache_hits", below)
+    asked = cache.tiers is not None or options.connector != "none"
+    page.counter("external_prefix_cache_queries", totals.prompt_tokens - device if asked else 0)
+    page.counter("external_prefix_cache_hits", below + totals.transferred_tokens)
     page.counter("num_preemptions", totals.preemptions)
     page.counter("prompt_tokens", totals.prompt_tokens)
     sources = (
         ("local_compute", totals.computed_tokens),
         ("local_cache_hit", device),
-        ("external_kv_transfer", below),
+        ("external_kv_transfer", below + totals.transferred_tokens),
     )
     page.family("prompt_tokens_by_source", "counter", [(value, {"source": name}) for name, value in sources])
-    page.counter("prompt_tokens_cached", totals.cached_tokens)
-    found = (("device", device), ("host", totals.host_tokens), ("p2p", 0), ("disk", totals.disk_tokens))
-    origins = [(value, {"source": name}) for name, value in (*found, ("external_unspecified", 0))]
+    page.counter("prompt_tokens_cached", totals.cached_tokens + totals.transferred_tokens)
+    found = (
+        ("device", device),
+        ("host", totals.host_tokens),
+        ("p2p", totals.transferred_tokens),
+        ("disk", totals.disk_tokens),
+        ("external_unspecified", 0),
+    )
+    origins = [(value, {"source": name}) for name, value in found]
     page.family("prompt_tokens_cached_by_source", "counter", origins)
     page.counter("generation_tokens", totals.generated_tokens)
     ends = [(measures.finished[name], {"finished_reason": name}) for name in ("stop", "length", "abort", "error")]
@@ -181,6 +195,20 @@ def _vllm(page: Page, options: EngineOptions, scheduler: Scheduler, measures: Me
         cache_dtype="auto",
         mamba_cache_mode="align" if options.hybrid else "none",
     )
+
+
+def _nixl(page: Page, traffic: Traffic) -> None:
+    """Seconds are those that passed, not scaled."""
+    page.family("nixl_xfer_time_seconds", "histogram", ())
+    page.sample("nixl_xfer_time_seconds_count", traffic.in_count)
+    page.sample("nixl_xfer_time_seconds_sum", traffic.in_seconds)
+    page.family("nixl_bytes_transferred", "histogram", ())
+    page.sample("nixl_bytes_transferred_count", traffic.in_count)
+    page.sample("nixl_bytes_transferred_sum", traffic.in_tokens * BYTES_PER_TOKEN)
+    page.counter("nixl_num_failed_transfers", traffic.in_failed)
+    page.counter("nixl_num_failed_notifications", traffic.lost_notes)
+    page.counter("nixl_num_kv_expired_reqs", traffic.expired)
+    page.counter("nixl_num_notifications_after_expiry", traffic.late_notes)
 
 
 def _sglang(options: EngineOptions, ranks: Ranks) -> str:

@@ -88,7 +88,7 @@ def begin(core: Core, call: Call, name: str, prompts: Any, replies: Any, namespa
         call.fault = None
         raise queue_full(core.options.dialect)
     traits = traits_of(core.options, call.request.headers, call.body, namespace)
-    return core.begin(name, prompts, replies, traits)
+    return core.begin(name, prompts, replies, traits, call.body)
 
 
 async def chat_completions(core: Core, call: Call) -> web.StreamResponse:
@@ -180,6 +180,8 @@ async def _whole(
                 choice["prompt_token_ids"] = list(work.prompt)
     answer = chunks.whole(choices, usage_of(core.options, job, counted))
     answer |= sglang_extra(core.options, call.body, job, counted)
+    if dialect == "vllm":
+        answer["kv_transfer_params"] = job.works[0].params
     if dialect == "llamacpp":
         answer["timings"] = timings(job)
     return await call.json(answer)
@@ -191,8 +193,13 @@ async def _stream(
     stream = Stream(call)
     if core.options.dialect != "sglang":
         await stream.open()
-    async for data in _events(core, call, job, chunks, counted):
-        await stream.send(data)
+    try:
+        async for data in _events(core, call, job, chunks, counted):
+            await stream.send(data)
+    except ApiError as error:
+        core.errors += 1
+        await stream.send(event(stream_error(core.options.dialect, call.request.path, error)))
+        await stream.send(DONE)
     return await stream.close()
 
 
@@ -210,6 +217,8 @@ async def _events(
             yield data
         if ended:
             extra = {"timings": timings(job)} if core.options.dialect == "llamacpp" else {}
+            if (params := job.works[index].params) is not None:
+                extra["kv_transfer_params"] = params
             yield chunks.finish(index, job.reason(index), reply, extra)
     if extra := sglang_extra(core.options, call.body, job, counted):
         yield chunks.extension(extra)

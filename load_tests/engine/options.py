@@ -14,10 +14,14 @@ Role = Literal["unified", "prefill", "decode"]
 EventFormat = Literal["map", "positional"]
 EventHashes = Literal["int", "bytes"]
 OffloadEvents = Literal["placeholder", "full"]
+ConnectorName = Literal["", "none", "nixl"]
+LoadFailure = Literal["fail", "recompute"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROLES: tuple[Role, ...] = get_args(Role)
 EVENT_FORMATS: tuple[EventFormat, ...] = get_args(EventFormat)
 EVENT_HASHES: tuple[EventHashes, ...] = get_args(EventHashes)
+CONNECTORS: tuple[ConnectorName, ...] = get_args(ConnectorName)
+LOAD_FAILURES: tuple[LoadFailure, ...] = get_args(LoadFailure)
 OFFLOAD_EVENTS: tuple[OffloadEvents, ...] = get_args(OffloadEvents)
 
 
@@ -54,6 +58,12 @@ class EngineOptions:
     array form of older vLLM builds, with their replay without topic frame; event_hashes "bytes" has whole digests
     instead of 64-bit numbers. Both are vllm's only. short_pages, sglang's only, tells of the last page of a finished
     sequence when it is not full as well: an event whose block_size is less than the page, which no hit ever reaches.
+
+    connector, vllm's only, exchanges KV with other engines: "nixl"; "" is nixl where the role is not unified, and none
+    otherwise. Its side channel listens on side_port (0: a free one). engine_id "" is another with every start.
+    Kept KV is given back after lease, or blocks_ttl on a decode engine with ``bidirectional``; both are in real seconds,
+    whatever time_scale is, as those who count them have clocks of their own. load_failure is what happens to a request
+    whose KV does not come.
     """
 
     port: int = 0
@@ -93,6 +103,13 @@ class EngineOptions:
     event_format: EventFormat = "map"
     event_hashes: EventHashes = "int"
     short_pages: bool = False
+    connector: ConnectorName = ""
+    engine_id: str = ""
+    side_port: int = 0
+    bidirectional: bool = False
+    lease: float = 30.0
+    blocks_ttl: float = 480.0
+    load_failure: LoadFailure = "fail"
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
@@ -124,6 +141,7 @@ class EngineOptions:
             if getattr(self, name) and not Path(getattr(self, name)).is_file():
                 raise OptionError(f"{name} {getattr(self, name)} is no file")
         self._check_events()
+        self._check_connector()
         if (self.host_tokens or self.disk_tokens) and self.dialect == "llamacpp":
             raise OptionError("llamacpp has no tiers below the device")
         if self.hybrid:
@@ -139,6 +157,21 @@ class EngineOptions:
         self.context_length = self.context_length or min(32_768, room)
         if not 2 <= self.context_length <= room:
             raise OptionError(f"context_length {self.context_length} does not fit the KV of {room} tokens")
+
+    def _check_connector(self) -> None:
+        if self.connector not in CONNECTORS:
+            raise OptionError(f"connector must be one of {', '.join(CONNECTORS[1:])}, not {self.connector!r}")
+        if not self.connector:
+            self.connector = "nixl" if self.dialect == "vllm" and self.role != "unified" else "none"
+        if self.connector != "none" and self.dialect != "vllm":
+            raise OptionError(f"{self.dialect} has no connector {self.connector}")
+        if self.load_failure not in LOAD_FAILURES:
+            raise OptionError(f"load_failure must be one of {', '.join(LOAD_FAILURES)}, not {self.load_failure!r}")
+        if not 0 <= self.side_port <= 65535:
+            raise OptionError("side_port must be between 0 and 65535")
+        for name in ("lease", "blocks_ttl"):
+            if getattr(self, name) <= 0:
+                raise OptionError(f"{name} must be more than 0")
 
     def _check_events(self) -> None:
         if self.event_format not in EVENT_FORMATS:

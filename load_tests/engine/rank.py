@@ -15,9 +15,10 @@ from load_tests.engine.metrics import Measures
 from load_tests.engine.options import EngineOptions
 from load_tests.engine.publisher import Publisher
 from load_tests.engine.radix import RadixCache
-from load_tests.engine.scheduler import Scheduler, Step
+from load_tests.engine.scheduler import Scheduler
 from load_tests.engine.slots import SlotCache
 from load_tests.engine.tiers import Tiers
+from load_tests.engine.work import Step
 
 # SGLang publishes after this many decode steps in a row (its --decode-log-interval).
 DECODE_INTERVAL = 40
@@ -120,7 +121,7 @@ class Rank:
     def stats(self) -> dict[str, Any]:
         """This rank's part of GET /sim/stats."""
         scheduler, cache = self.scheduler, self.cache
-        held = cache.recount(work.holding for work in scheduler.running)
+        held = cache.recount(scheduler.holdings())
         return {
             **asdict(scheduler.totals),
             "running": len(scheduler.running),

@@ -6,7 +6,7 @@ A reply is planned whole when a request arrives: token ids, and for each token w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, NamedTuple
@@ -53,7 +53,7 @@ class ToolCall:
 class Reply:
     """tokens: what is generated. parts: as many, what each shows. text: everything as text, calls included.
     content: text outside tool calls and reasoning. finish: stop, length or tool_calls. stop_reason: the stop string
-    that matched."""
+    that matched. again: the reply to another prompt, asked for in the same way."""
 
     tokens: list[int]
     parts: list[Part]
@@ -63,6 +63,7 @@ class Reply:
     stop_reason: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
+    again: Callable[[Sequence[int]], Reply] | None = None
 
 
 @dataclass(slots=True)

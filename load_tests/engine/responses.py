@@ -169,25 +169,32 @@ async def _stream(core: Core, call: Call, job: Job, answer: JSON, history: list[
     """Numbered events with event: lines and, unlike the other routes, no [DONE]."""
     stream = Stream(call)
     number = 0
-    async for kind, fields in _events(core, job, answer, history):
-        await stream.send(event({"type": kind, "sequence_number": number, **fields}, kind))
-        number += 1
+    try:
+        async for kind, fields in _events(core, job, answer, history):
+            await stream.send(event({"type": kind, "sequence_number": number, **fields}, kind))
+            number += 1
+    except ApiError as error:
+        core.errors += 1
+        await stream.send(event({"type": "error", "message": error.message, "sequence_number": number}, "error"))
     return await stream.close()
 
 
 async def _events(core: Core, job: Job, answer: JSON, history: list[JSON]) -> AsyncIterator[tuple[str, JSON]]:
-    reply = job.replies[0]
     yield "response.created", {"response": answer}
     yield "response.in_progress", {"response": answer}
-    item = _item(answer["id"], reply, "in_progress")
-    place: JSON = {"item_id": item["id"], "output_index": 0}
-    yield "response.output_item.added", {"output_index": 0, "item": item}
-    if not reply.calls:
-        place["content_index"] = 0
-        yield "response.content_part.added", {**place, "part": _part("")}
-    shown = "arguments" if reply.calls else "text"
-    delta = "response.function_call_arguments.delta" if reply.calls else "response.output_text.delta"
+    place: JSON = {}
     async for _, start, end, _ in job.progress():
+        # Read only now: what the KV was computed from may have changed the reply.
+        reply = job.replies[0]
+        if not place:
+            item = _item(answer["id"], reply, "in_progress")
+            place |= {"item_id": item["id"], "output_index": 0}
+            yield "response.output_item.added", {"output_index": 0, "item": item}
+            if not reply.calls:
+                place["content_index"] = 0
+                yield "response.content_part.added", {**place, "part": _part("")}
+        shown = "arguments" if reply.calls else "text"
+        delta = "response.function_call_arguments.delta" if reply.calls else "response.output_text.delta"
         text = "".join(part.text for part in reply.parts[start:end] if part.kind == shown)
         if text:
             yield delta, {**place, "delta": text} if reply.calls else {**place, "delta": text, "logprobs": []}

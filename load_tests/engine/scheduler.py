@@ -5,84 +5,22 @@ Every step first serves what runs, oldest first: one token for a sequence that d
 order of arrival, and stops at the first that does not fit. When KV runs out the youngest running sequence loses its
 KV and goes back to the head of the queue; it computes its prompt and what it had generated again, less what the cache
 still holds. This is the order of vLLM's V1 scheduler; SGLang's differs in detail, not in what a gateway can see.
+
+A sequence with a link shares its work with another engine. What the link brings is given room first and then waits,
+in nobody's way, until it has come (``received``) or cannot come (``recompute``, ``fail``). What the link keeps at the
+end stays in memory until it says ``release``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from load_tests.engine.cache import Holding, KVCache
+from load_tests.engine.disagg.contents import Contents
+from load_tests.engine.errors import ApiError
 from load_tests.engine.physics import Rates, step_seconds
-from load_tests.engine.tiers import NOWHERE, Sources
-
-
-class QueueFull(Exception):
-    """The waiting queue is at its limit."""
-
-
-@dataclass(eq=False, slots=True)
-class Work:
-    """One prompt and the reply it will produce. ``planned`` empty: only the prompt is computed (embeddings).
-
-    tokens: prompt and what was generated so far. computed: leading tokens whose KV exists. cached: the hit counted
-    at first admission. emitted: generated tokens so far. arrived, admitted, first, finished: seconds of ``now``.
-    """
-
-    prompt: Sequence[int]
-    planned: Sequence[int]
-    namespace: str = ""
-    session: str = ""
-    report_all: bool = False
-    owner: Any = None
-    tokens: list[int] = field(init=False)
-    holding: Holding = field(init=False)
-    computed: int = 0
-    cached: int | None = None
-    sources: Sources = NOWHERE
-    emitted: int = 0
-    preempted: int = 0
-    state: str = "new"
-    arrived: float = 0.0
-    admitted: float | None = None
-    first: float | None = None
-    ended: float | None = None
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-        self.holding = Holding(self.namespace, self.session, self.report_all)
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step does: (sequence, new tokens) in order, and how long it takes in seconds."""
-
-    work: list[tuple[Work, int]]
-    seconds: float
-    prefill_tokens: int
-    decodes: int
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start. prompt, cached and computed are counted when a sequence is first admitted to a step, with
-    computed = prompt - cached; host and disk are the part of cached that came from there; recomputed counts the prompt
-    and output tokens that preemption made computing again."""
-
-    requests: int = 0
-    finished: int = 0
-    aborts: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    host_tokens: int = 0
-    disk_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
+from load_tests.engine.work import Counters, QueueFull, Step, Work
 
 
 class Scheduler:
@@ -104,12 +42,26 @@ class Scheduler:
         self.max_queued = max_queued
         self.running: list[Work] = []
         self.waiting: deque[Work] = deque()
+        self.receiving: list[Work] = []
+        self.kept: list[Work] = []
+        self.contents = Contents(cache.block_size)
         self.totals = Counters()
         self._restoring = 0.0
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def engaged(self) -> bool:
+        """Whether a client still waits for one of its sequences."""
+        sending = any(work.state == "sending" for work in self.kept)
+        return self.busy or bool(self.receiving) or sending
+
+    def holdings(self) -> Iterator[Holding]:
+        """Whatever holds room, for a recount."""
+        for works in (self.running, self.waiting, self.receiving, self.kept):
+            yield from (work.holding for work in works)
 
     def submit(self, sequence: Work, now: float = 0.0) -> None:
         """Queue a sequence; QueueFull if ``max_queued`` already wait."""
@@ -121,15 +73,61 @@ class Scheduler:
 
     def abort(self, sequence: Work) -> None:
         """Drop a sequence wherever it is and free its KV at once; does nothing to one that has ended."""
+        if self._drop(sequence):
+            sequence.state = "aborted"
+            self.totals.aborts += 1
+            if sequence.link is not None:
+                sequence.link.left(sequence)
+
+    def fail(self, sequence: Work, error: ApiError) -> None:
+        """Drop a sequence that cannot go on; whoever waits for it is answered with ``error``."""
+        if self._drop(sequence):
+            sequence.state, sequence.error = "failed", error
+            self.totals.failed += 1
+            if sequence.link is not None:
+                sequence.link.left(sequence)
+
+    def received(self, sequence: Work, tokens: Sequence[int], now: float = 0.0) -> None:
+        """The KV that a receiving sequence waits for is there; it was computed from ``tokens``."""
+        self.receiving.remove(sequence)
+        hit, upto = sequence.computed, sequence.computed + sequence.brought
+        brought = [*tokens[: sequence.brought], *([0] * (sequence.brought - len(tokens)))]
+        sequence.holding.loading = False
+        sequence.computed = min(upto, len(sequence.tokens) - 1)
+        self._count_admission(sequence, hit, now, brought)
+        sequence.state = "waiting"
+        self.waiting.appendleft(sequence)
+
+    def recompute(self, sequence: Work) -> None:
+        """What a receiving sequence waits for does not come: it is computed here."""
+        if self._drop(sequence):
+            sequence.state, sequence.computed, sequence.brought = "waiting", 0, 0
+            self.waiting.appendleft(sequence)
+
+    def release(self, sequence: Work) -> None:
+        """Give back what a link kept. Idempotent."""
+        if sequence in self.kept:
+            self.kept.remove(sequence)
+            self.cache.close(sequence.holding, sequence.tokens, sequence.computed)
+            if sequence.state == "sending":
+                sequence.state = "finished"
+
+    def _drop(self, sequence: Work) -> bool:
+        """Take a sequence out of wherever it is, with its KV; False if it is nowhere."""
         if sequence.state == "waiting":
             self.waiting.remove(sequence)
         elif sequence.state == "running":
             self.running.remove(sequence)
+        elif sequence.state == "receiving":
+            self.receiving.remove(sequence)
+        elif sequence.state == "sending":
+            self.kept.remove(sequence)
+        elif sequence.state != "held":
+            return False
+        if sequence.holding.open:
             self.cache.close(sequence.holding, sequence.tokens, sequence.computed)
-        else:
-            return
-        sequence.state = "aborted"
-        self.totals.aborts += 1
+        sequence.holding.loading = False
+        return True
 
     def plan(self, now: float = 0.0) -> Step:
         """Choose the work of the next step and reserve its KV. An empty step means that there is nothing to do."""
@@ -148,7 +146,7 @@ class Scheduler:
                 work.append((sequence, new))
                 budget -= new
             index += 1
-        if not preempted:
+        if not preempted or not work:
             self._admit(work, budget, now)
         return self._measure(work)
 
@@ -166,7 +164,8 @@ class Scheduler:
             if prefilling:
                 self.cache.commit(sequence.holding, sequence.tokens, sequence.computed)
             self._sample(sequence, now)
-            touched.append(sequence)
+            if sequence.state != "sending":
+                touched.append(sequence)
         return touched
 
     def step(self, now: float) -> tuple[list[Work], float]:
@@ -183,36 +182,99 @@ class Scheduler:
             self.totals.generated_tokens += 1
         if sequence.emitted >= len(sequence.planned):
             self.running.remove(sequence)
-            self.cache.close(sequence.holding, sequence.tokens, sequence.computed)
             sequence.state, sequence.ended = "finished", now
             self.totals.finished += 1
+            if sequence.seen is not None or len(self.contents):
+                whole = self.seen_of(sequence)[: sequence.computed]
+                self.contents.write(sequence.namespace, sequence.tokens, whole, len(sequence.prompt))
+            if sequence.link is not None and sequence.link.finish(sequence):
+                self.kept.append(sequence)
+            else:
+                self.cache.close(sequence.holding, sequence.tokens, sequence.computed)
+
+    @staticmethod
+    def seen_of(sequence: Work) -> list[int]:
+        """The tokens that a sequence's KV was computed from."""
+        seen = sequence.seen or []
+        return [*seen, *sequence.tokens[len(seen) :]]
 
     def _admit(self, work: list[tuple[Work, int]], budget: int, now: float) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_running:
             sequence = self.waiting[0]
+            if sequence.holding.open:
+                new = min(len(sequence.tokens) - sequence.computed, budget)
+                if not self.cache.grow(sequence.holding, sequence.tokens, sequence.computed + new):
+                    return
+                self._start(work, sequence, new)
+                budget -= new
+                continue
             hit = self.cache.match(sequence.holding, sequence.tokens)
+            external = self._external(sequence, hit)
+            if external:
+                if not self._receive(sequence, hit, external):
+                    return
+                continue
             new = min(len(sequence.tokens) - hit, budget)
             if not self.cache.open(sequence.holding, sequence.tokens, hit, hit + new):
                 return
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.state, sequence.computed = "running", hit
-            found = sequence.holding.sources
-            self._restoring += found.host * self.rates.host + found.disk * self.rates.disk
+            if sequence.link is not None and sequence.cached is None:
+                sequence.link.spared(sequence)
+            sequence.computed = hit
             self._count_admission(sequence, hit, now)
-            work.append((sequence, new))
+            self._start(work, sequence, new)
             budget -= new
 
-    def _count_admission(self, sequence: Work, hit: int, now: float) -> None:
+    def _start(self, work: list[tuple[Work, int]], sequence: Work, new: int) -> None:
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.state = "running"
+        work.append((sequence, new))
+
+    def _external(self, sequence: Work, hit: int) -> int:
+        """How many tokens another engine is to give. A sequence that had run before computes for itself."""
+        if sequence.link is None or sequence.cached is not None:
+            return 0
+        return sequence.link.wanted(len(sequence.tokens), hit)
+
+    def _receive(self, sequence: Work, hit: int, external: int) -> bool:
+        """Take memory for what is to come; False if there is none."""
+        assert sequence.link is not None
+        sequence.holding.loading = True
+        if not self.cache.open(sequence.holding, sequence.tokens, hit, hit + external):
+            sequence.holding.loading = False
+            return False
+        self.waiting.popleft()
+        self.receiving.append(sequence)
+        sequence.state, sequence.computed, sequence.brought = "receiving", hit, external
+        sequence.link.begin(sequence, hit, hit + external)
+        return True
+
+    def _count_admission(self, sequence: Work, hit: int, now: float, brought: Sequence[int] = ()) -> None:
+        found = sequence.holding.sources
+        self._restoring += found.host * self.rates.host + found.disk * self.rates.disk
         if sequence.cached is not None:
             self.totals.recomputed_tokens += len(sequence.tokens) - hit
             return
-        sequence.cached, sequence.admitted, sequence.sources = hit, now, sequence.holding.sources
+        sequence.cached, sequence.admitted, sequence.sources = hit + len(brought), now, found
         self.totals.host_tokens += sequence.sources.host
         self.totals.disk_tokens += sequence.sources.disk
         self.totals.prompt_tokens += len(sequence.tokens)
         self.totals.cached_tokens += hit
-        self.totals.computed_tokens += len(sequence.tokens) - hit
+        self.totals.transferred_tokens += len(brought)
+        self.totals.computed_tokens += len(sequence.tokens) - hit - len(brought)
+        if brought or len(self.contents):
+            self._learn(sequence, hit, brought)
+
+    def _learn(self, sequence: Work, hit: int, brought: Sequence[int]) -> None:
+        """Note what the prompt's KV comes from; the reply is made from that."""
+        prompt = sequence.tokens
+        seen = [*self.contents.seen(sequence.namespace, prompt, hit), *brought]
+        seen += prompt[len(seen) :]
+        self.contents.write(sequence.namespace, prompt, seen, hit)
+        if seen != prompt:
+            sequence.seen = seen
+            if sequence.replan is not None:
+                sequence.planned = sequence.replan(seen)
 
     def _preempt_youngest(self) -> Work:
         victim = self.running.pop()

@@ -121,6 +121,10 @@ async def _events(core: Core, job: Job, name: str) -> AsyncIterator[bytes]:
 
 async def _stream(call: Call, events: AsyncIterator[bytes]) -> web.StreamResponse:
     stream = Stream(call)
-    async for data in events:
-        await stream.send(data)
+    try:
+        async for data in events:
+            await stream.send(data)
+    except ApiError as error:
+        await stream.send(event(stream_error("sglang", call.request.path, error)))
+        await stream.send(DONE)
     return await stream.close()

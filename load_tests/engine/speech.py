@@ -70,6 +70,12 @@ def speak(
     language: Language, prompt: Sequence[int], wanted: Wanted, body: JSON, *, seed: int = 0, index: int = 0
 ) -> Reply:
     """The reply to ``prompt``; ``index`` tells the choices of one request apart."""
+    reply = _spoken(language, prompt, wanted, body, seed, index)
+    reply.again = lambda other: _spoken(language, other, wanted, body, seed, index)
+    return reply
+
+
+def _spoken(language: Language, prompt: Sequence[int], wanted: Wanted, body: JSON, seed: int, index: int) -> Reply:
     script = script_of(language, body, prompt)
     thinking = language.thinks(prompt)
     if script is None and type(language) is Language:

@@ -17,7 +17,7 @@ def prompt_figures(options: EngineOptions, job: Job, counted: Sequence[int]) -> 
         work = job.works[index]
         length, hit = len(work.prompt), work.cached or 0
         prompt += length
-        cached += hit
+        cached += hit if work.reported is None else work.reported
         created += max(0, length // options.block_size * options.block_size - hit)
     return prompt, cached, created
 

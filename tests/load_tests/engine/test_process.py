@@ -20,7 +20,7 @@ from load_tests.engine.options import OptionError
 from tests.load_tests.engine.talk import user
 
 ROOT = Path(load_tests.engine.__file__).parent
-PURE = ("physics", "cache", "blocks", "radix", "slots", "scheduler", "tokens", "template", "replies")
+PURE = ("physics", "cache", "blocks", "radix", "slots", "scheduler", "work", "tokens", "template", "replies")
 
 
 def imports(path: Path) -> set[str]:
