@@ -100,6 +100,10 @@ def _connector_flags(arguments: argparse.ArgumentParser) -> None:
     add("--bidirectional", action="store_true", help="nixl: decode engines keep KV for the next turn")
     add("--lease", type=float, default=30.0, metavar="S", help="real seconds for which a prefill engine keeps KV")
     add("--blocks-ttl", type=float, default=480.0, metavar="S", help="the same for a decode engine")
+    add("--bootstrap-timeout", type=float, default=300.0, metavar="S", help="sglang: prefill waits for decode")
+    add("--waiting-timeout", type=float, default=300.0, metavar="S", help="sglang: decode waits for KV")
+    add("--heartbeat", type=float, default=5.0, metavar="S", help="sglang: decode asks whether prefill lives")
+    add("--decode-radix", action="store_true", help="sglang: decode engines keep a prefix cache")
     add(
         "--load-failure", choices=LOAD_FAILURES, default="fail", help="what becomes of a request whose KV does not come"
     )
@@ -151,6 +155,10 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         lease=arguments.lease,
         blocks_ttl=arguments.blocks_ttl,
         load_failure=arguments.load_failure,
+        bootstrap_timeout=arguments.bootstrap_timeout,
+        waiting_timeout=arguments.waiting_timeout,
+        heartbeat=arguments.heartbeat,
+        decode_radix=arguments.decode_radix,
         rates=Rates(
             base=arguments.step_seconds,
             token=arguments.token_seconds,

@@ -124,13 +124,14 @@ class Core:
 
         Raises ApiError: 503 in the dialect's words when the queue is at its limit, 400 for a rank that is none.
         """
-        rank = self.pick(traits.rank)
+        body = body or {}
+        rank = self.pick(self.connector.rank(body) if traits.rank is None else traits.rank)
         works = [
             Work(prompt, reply.tokens if reply else (), traits.namespace, traits.session, traits.report_all)
             for prompt, reply in zip(prompts, replies, strict=True)
         ]
         job = Job(rank.driver, works, [reply or EMPTY for reply in replies], rank.number)
-        self.connector.attach(job, name, body or {}, rank)
+        self.connector.attach(job, name, body, rank)
         try:
             rank.driver.submit(job)
         except QueueFull:

@@ -191,6 +191,8 @@ class Driver:
             now = loop.time()
             step = self.scheduler.plan(now)
             if not step.work:
+                for work in self.scheduler.complete(step, now):
+                    self._tell(work)
                 # Nothing fits, or all that was there waits for another engine: whoever changes that wakes this.
                 self._wake.clear()
                 await self._wake.wait()

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from load_tests.engine import metrics
 from load_tests.engine.core import Core
+from load_tests.engine.disagg.rooms import DEFAULT_PORT
 from load_tests.engine.errors import ApiError
 from load_tests.engine.hybrid import HybridCache
 from load_tests.engine.openai import messages_of, tools_of
@@ -65,7 +66,7 @@ async def metrics_page(core: Core, call: Call) -> web.StreamResponse:
     if not core.options.metrics:
         raise web.HTTPNotFound
     ranks = [(rank.scheduler, rank.measures) for rank in core.ranks]
-    text = metrics.render(core.options, ranks, core.started, core.traffic)
+    text = metrics.render(core.options, ranks, core.started, core.traffic, core.connector.queues())
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -117,6 +118,7 @@ async def model_info(core: Core, call: Call) -> web.StreamResponse:
             "reasoning_parser": None,
             "tool_call_parser": "qwen",
             "disaggregation_mode": _mode(core),
+            "disaggregation_bootstrap_port": _bootstrap_port(core),
             "model_type": "sim",
             "architectures": ["SimForCausalLM"],
         }
@@ -125,6 +127,11 @@ async def model_info(core: Core, call: Call) -> web.StreamResponse:
 
 def _mode(core: Core) -> str:
     return "null" if core.options.role == "unified" else core.options.role
+
+
+def _bootstrap_port(core: Core) -> int:
+    """What a decode engine prints is a setting that it does not use."""
+    return DEFAULT_PORT if core.connector.port is None else core.connector.port
 
 
 async def server_info(core: Core, call: Call) -> web.StreamResponse:
@@ -144,6 +151,10 @@ async def server_info(core: Core, call: Call) -> web.StreamResponse:
             "max_total_num_tokens": options.num_blocks * options.block_size,
             "chunked_prefill_size": options.chunk_tokens,
             "disaggregation_mode": _mode(core),
+            "disaggregation_bootstrap_port": _bootstrap_port(core),
+            "disaggregation_transfer_backend": "mooncake",
+            "disaggregation_decode_enable_radix_cache": options.decode_radix,
+            "load_balance_method": "follow_bootstrap_room" if options.role == "prefill" else "round_robin",
             "disable_radix_cache": not options.prefix_cache,
             "kv_events": _event_source(core),
             "internal_states": [{"max_running_requests_per_dp": options.max_running} for _ in core.ranks],
@@ -181,8 +192,23 @@ def _load_entry(core: Core, rank: Rank) -> JSON:
         "utilization": len(scheduler.running) / options.max_running,
         "total_prefill_uncached_tokens": totals.computed_tokens,
         "memory": {"weight_gb": 15.0, "kv_cache_gb": 40.0, "graph_gb": 1.0, "token_capacity": cache.num_blocks * size},
+        **_disaggregation(core),
         "queues": {"waiting": len(scheduler.waiting), "grammar": 0, "paused": 0, "retracted": 0},
     }
+
+
+def _disaggregation(core: Core) -> JSON:
+    """The section of a half engine; absent from a whole one."""
+    if core.options.role == "unified":
+        return {}
+    names = ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_transfer", "decode_retracted")
+    section: JSON = {"mode": core.options.role} | {f"{name}_queue_reqs": 0 for name in names}
+    traffic = core.traffic
+    moved, seconds = traffic.in_tokens + traffic.out_tokens, traffic.in_seconds + traffic.out_seconds
+    count = traffic.in_count + traffic.out_count
+    section["kv_transfer_speed_gb_s"] = moved * metrics.BYTES_PER_TOKEN / seconds / 1e9 if seconds else 0.0
+    section["kv_transfer_latency_ms"] = seconds / count * 1e3 if count else 0.0
+    return {"disaggregation": section | core.connector.queues()}
 
 
 async def props(core: Core, call: Call) -> web.StreamResponse:

@@ -125,10 +125,16 @@ class Measures:
 Ranks = Sequence[tuple[Scheduler, Measures]]
 
 
-def render(options: EngineOptions, ranks: Ranks, started: float, traffic: Traffic | None = None) -> str:
+def render(
+    options: EngineOptions,
+    ranks: Ranks,
+    started: float,
+    traffic: Traffic | None = None,
+    queues: Mapping[str, int] | None = None,
+) -> str:
     """The page of ``options.dialect``; ``started`` is the process' start in Unix seconds."""
     if options.dialect == "sglang":
-        return _sglang(options, ranks)
+        return _sglang(options, ranks, traffic or Traffic(), queues or {})
     if options.dialect == "llamacpp":
         return _llamacpp(ranks[0][0])
     page = Page("vllm:", {"model_name": options.models[0]})
@@ -211,7 +217,7 @@ def _nixl(page: Page, traffic: Traffic) -> None:
     page.counter("nixl_num_notifications_after_expiry", traffic.late_notes)
 
 
-def _sglang(options: EngineOptions, ranks: Ranks) -> str:
+def _sglang(options: EngineOptions, ranks: Ranks, traffic: Traffic, queues: Mapping[str, int]) -> str:
     """Tokens are counted for the process, load for each rank."""
     common = {"model_name": options.models[0], "engine_type": options.role}
     tokens = Page("sglang:", common)
@@ -230,6 +236,11 @@ def _sglang(options: EngineOptions, ranks: Ranks) -> str:
     tokens.histogram("inter_token_latency_seconds", measures.token_gap)
     tokens.histogram("e2e_request_latency_seconds", measures.whole)
     tokens.histogram("queue_time_seconds", measures.queued)
+    if options.role != "unified":
+        tokens.counter("num_bootstrap_failed_reqs", traffic.bootstrap_failed)
+        tokens.counter("num_transfer_failed_reqs", traffic.in_failed + traffic.out_failed)
+        for name, value in queues.items():
+            tokens.gauge(f"num_{name}", value)
     load = Page("sglang:", {**common, "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"})
     for number, (scheduler, _) in enumerate(ranks):
         if len(ranks) > 1:

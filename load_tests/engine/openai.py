@@ -150,7 +150,7 @@ async def _answer(
         job = begin(core, call, name, prompts, replies, namespace)
     except ApiError as error:
         # SGLang finds the queue full after it has answered 200 to a stream.
-        if not (streaming and core.options.dialect == "sglang"):
+        if not (streaming and core.options.dialect == "sglang" and error.status >= 500):
             raise
         core.errors += 1
         stream = Stream(call)

@@ -14,7 +14,7 @@ Role = Literal["unified", "prefill", "decode"]
 EventFormat = Literal["map", "positional"]
 EventHashes = Literal["int", "bytes"]
 OffloadEvents = Literal["placeholder", "full"]
-ConnectorName = Literal["", "none", "nixl"]
+ConnectorName = Literal["", "none", "nixl", "bootstrap"]
 LoadFailure = Literal["fail", "recompute"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -59,11 +59,14 @@ class EngineOptions:
     instead of 64-bit numbers. Both are vllm's only. short_pages, sglang's only, tells of the last page of a finished
     sequence when it is not full as well: an event whose block_size is less than the page, which no hit ever reaches.
 
-    connector, vllm's only, exchanges KV with other engines: "nixl"; "" is nixl where the role is not unified, and none
-    otherwise. Its side channel listens on side_port (0: a free one). engine_id "" is another with every start.
+    connector exchanges KV with other engines: vllm's "nixl", sglang's "bootstrap"; "" is that of the dialect where the
+    role is not unified, and none otherwise. Its side channel or bootstrap server listens on side_port (0: a free one).
+    engine_id "" is another with every start.
     Kept KV is given back after lease, or blocks_ttl on a decode engine with ``bidirectional``; both are in real seconds,
     whatever time_scale is, as those who count them have clocks of their own. load_failure is what happens to a request
-    whose KV does not come.
+    whose KV does not come. Likewise in real seconds: a prefill engine of sglang waits bootstrap_timeout for the decode
+    engine, that waits waiting_timeout for the KV, and asks every ``heartbeat`` whether the other is alive, twice.
+    decode_radix lets sglang's decode engine keep a prefix cache.
     """
 
     port: int = 0
@@ -110,6 +113,10 @@ class EngineOptions:
     lease: float = 30.0
     blocks_ttl: float = 480.0
     load_failure: LoadFailure = "fail"
+    bootstrap_timeout: float = 300.0
+    waiting_timeout: float = 300.0
+    heartbeat: float = 5.0
+    decode_radix: bool = False
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
@@ -162,14 +169,19 @@ class EngineOptions:
         if self.connector not in CONNECTORS:
             raise OptionError(f"connector must be one of {', '.join(CONNECTORS[1:])}, not {self.connector!r}")
         if not self.connector:
-            self.connector = "nixl" if self.dialect == "vllm" and self.role != "unified" else "none"
-        if self.connector != "none" and self.dialect != "vllm":
+            own: dict[str, ConnectorName] = {"vllm": "nixl", "sglang": "bootstrap"}
+            self.connector = own.get(self.dialect, "none") if self.role != "unified" else "none"
+        if self.connector != "none" and (self.connector == "bootstrap") != (self.dialect == "sglang"):
             raise OptionError(f"{self.dialect} has no connector {self.connector}")
+        if self.connector != "none" and self.dialect not in ("vllm", "sglang"):
+            raise OptionError(f"{self.dialect} has no connector {self.connector}")
+        if self.connector == "bootstrap" and self.role == "unified":
+            raise OptionError("connector bootstrap needs the role prefill or decode")
         if self.load_failure not in LOAD_FAILURES:
             raise OptionError(f"load_failure must be one of {', '.join(LOAD_FAILURES)}, not {self.load_failure!r}")
         if not 0 <= self.side_port <= 65535:
             raise OptionError("side_port must be between 0 and 65535")
-        for name in ("lease", "blocks_ttl"):
+        for name in ("lease", "blocks_ttl", "bootstrap_timeout", "waiting_timeout", "heartbeat"):
             if getattr(self, name) <= 0:
                 raise OptionError(f"{name} must be more than 0")
 

@@ -53,6 +53,8 @@ def make_cache(options: EngineOptions) -> KVCache:
 
 def _attention_cache(options: EngineOptions) -> KVCache:
     size, reuse = options.block_size, options.prefix_cache
+    if options.connector == "bootstrap" and options.role == "decode":
+        reuse = reuse and options.decode_radix
     if options.dialect == "sglang":
         hashed = options.publishes or options.host_tokens or options.disk_tokens
         chain = sglang_chain(options.hash_seed) if hashed else None
@@ -82,7 +84,8 @@ class Rank:
             options.rates,
             max_running=options.max_running,
             chunk_tokens=options.chunk_tokens,
-            max_queued=options.max_queued,
+            # SGLang's limit does not apply to halves of requests.
+            max_queued=None if options.connector == "bootstrap" else options.max_queued,
         )
         self.driver = Driver(self.scheduler, options.time_scale, self.stepped if publisher else None)
 

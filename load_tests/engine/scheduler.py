@@ -45,6 +45,7 @@ class Scheduler:
         self.receiving: list[Work] = []
         self.kept: list[Work] = []
         self.contents = Contents(cache.block_size)
+        self.fallen: list[Work] = []
         self.totals = Counters()
         self._restoring = 0.0
 
@@ -152,7 +153,7 @@ class Scheduler:
 
     def complete(self, step: Step, now: float = 0.0) -> list[Work]:
         """The step's time has passed: sequences that produced a token, or ended, in order. Aborted ones are absent."""
-        touched: list[Work] = []
+        touched, self.fallen = self.fallen, []
         for sequence, new in step.work:
             if sequence.state != "running":
                 continue
@@ -270,6 +271,8 @@ class Scheduler:
         prompt = sequence.tokens
         seen = [*self.contents.seen(sequence.namespace, prompt, hit), *brought]
         seen += prompt[len(seen) :]
+        if seen == prompt and not len(self.contents):
+            return
         self.contents.write(sequence.namespace, prompt, seen, hit)
         if seen != prompt:
             sequence.seen = seen
@@ -277,7 +280,12 @@ class Scheduler:
                 sequence.planned = sequence.replan(seen)
 
     def _preempt_youngest(self) -> Work:
-        victim = self.running.pop()
+        victim = self.running[-1]
+        if victim.link is not None and (error := victim.link.retracted()) is not None:
+            self.fail(victim, error)
+            self.fallen.append(victim)
+            return victim
+        self.running.pop()
         self.cache.close(victim.holding, victim.tokens, victim.computed)
         victim.state, victim.computed = "waiting", 0
         victim.preempted += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -42,10 +42,26 @@ def finish_object(reply: Reply, reason: str) -> JSON:
     return {"type": "stop", "matched": reply.stop_reason or reply.tokens[-1]}
 
 
-def result(core: Core, job: Job, name: str, index: int, end: int, ended: bool) -> JSON:
+def logprobs(core: Core, prompt: Sequence[int], output: Sequence[int], start: object) -> JSON:
+    """[logarithm, id, null] of each token. A decode engine knows none of its prompt's."""
+    first = start if isinstance(start, int) and start >= 0 else len(prompt) - 1
+    told = [] if core.options.role == "decode" else prompt[first:]
+    entries = [[None if place == 0 else _logprob(token), token, None] for place, token in enumerate(told)]
+    return {
+        "input_token_logprobs": entries,
+        "output_token_logprobs": [[_logprob(token), token, None] for token in output],
+    }
+
+
+def _logprob(token: int) -> float:
+    """The same on every engine."""
+    return -(token * 2_654_435_761 % 4096 + 1) / 1024
+
+
+def result(core: Core, job: Job, name: str, index: int, end: int, ended: bool, body: JSON) -> JSON:
     """One sequence's object after ``end`` tokens."""
     work, reply = job.works[index], job.replies[index]
-    cached = work.cached or 0
+    cached = (work.cached or 0) if work.reported is None else work.reported
     meta: dict[str, Any] = {
         "id": name if len(job.works) == 1 else f"{name}_{index}",
         "finish_reason": finish_object(reply, job.reason(index)) if ended else None,
@@ -59,6 +75,8 @@ def result(core: Core, job: Job, name: str, index: int, end: int, ended: bool) -
         "dp_rank": None,
         "e2e_latency": (work.ended or 0.0) - work.arrived if ended else 0.0,
     }
+    if body.get("return_logprob"):
+        meta |= logprobs(core, work.prompt, reply.tokens[:end], body.get("logprob_start_len"))
     text = "".join(part.text for part in reply.parts[:end])
     return {"text": text, "output_ids": list(reply.tokens[:end]), "meta_info": meta}
 
@@ -93,15 +111,15 @@ async def generate(core: Core, call: Call) -> web.StreamResponse:
     try:
         job = begin(core, call, name, sequences, replies, namespace)
     except ApiError as error:
-        if not streaming:
+        if not streaming or error.status < 500:
             raise
         core.errors += 1
         return await _stream(call, _refused(call, error))
     try:
         if streaming:
-            return await _stream(call, _events(core, job, name))
+            return await _stream(call, _events(core, job, name, body))
         await job.wait()
-        results = [result(core, job, name, index, work.emitted, True) for index, work in enumerate(job.works)]
+        results = [result(core, job, name, index, work.emitted, True, body) for index, work in enumerate(job.works)]
         return await call.json(results if batch or count > 1 else results[0])
     finally:
         core.end(name, job)
@@ -112,9 +130,9 @@ async def _refused(call: Call, error: ApiError) -> AsyncIterator[bytes]:
     yield DONE
 
 
-async def _events(core: Core, job: Job, name: str) -> AsyncIterator[bytes]:
+async def _events(core: Core, job: Job, name: str, body: JSON) -> AsyncIterator[bytes]:
     async for index, _, end, ended in job.progress():
-        answer = result(core, job, name, index, end, ended)
+        answer = result(core, job, name, index, end, ended, body)
         yield event({**answer, "index": index} if len(job.works) > 1 else answer)
     yield DONE
 

@@ -36,6 +36,9 @@ class Link(Protocol):
     def left(self, work: Work) -> None:
         """The sequence was aborted or failed."""
 
+    def retracted(self) -> ApiError | None:
+        """Why a sequence that loses its KV cannot start again; None if it can."""
+
 
 @dataclass(eq=False, slots=True)
 class Work:

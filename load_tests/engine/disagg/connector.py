@@ -42,6 +42,10 @@ class Connector:
     def attach(self, job: Job, name: str, body: JSON, rank: Rank) -> None:
         """Tie the sequences of a job to others, as its body says. Raises ApiError for what cannot be."""
 
+    def rank(self, body: JSON) -> int | None:
+        """The rank that a request has to be on where it does not say itself; None: any."""
+        return None
+
     def rejected(self, body: JSON) -> None:
         """A request was refused before it was a job."""
 
@@ -84,7 +88,7 @@ class Connector:
             f"transfers_{way}": {
                 key.removeprefix(f"{way}_"): value
                 for key, value in totals.items()
-                if key.startswith(f"{way}_") and key != "in_seconds"
+                if key.startswith(f"{way}_") and not key.endswith("seconds")
             }
             for way in ("in", "out")
         }

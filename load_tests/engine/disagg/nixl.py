@@ -93,6 +93,9 @@ class NixlLink:
             self._task.cancel()
         self._done()
 
+    def retracted(self) -> ApiError | None:
+        return None
+
     def _done(self) -> None:
         """This sequence needs nothing more from there; the last of a request says so."""
         if self._beat is not None:

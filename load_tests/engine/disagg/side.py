@@ -22,6 +22,10 @@ class SideError(Exception):
     """The other engine is not there, went away, or does not have what was asked for."""
 
 
+class ConnectionLost(SideError):
+    """Nobody is there, or not any more."""
+
+
 async def _write(writer: asyncio.StreamWriter, message: JSON) -> None:
     data = msgspec.json.encode(message)
     writer.write(len(data).to_bytes(4, "big") + data)
@@ -51,7 +55,7 @@ class Talk:
             await _write(self._writer, {"verb": verb, **fields})
             answer = await _read(self._reader)
         except (OSError, EOFError, msgspec.DecodeError) as error:
-            raise SideError(f"the connection was lost: {error}") from None
+            raise ConnectionLost(f"the connection was lost: {error}") from None
         if "error" in answer:
             raise SideError(str(answer["error"]))
         return answer
@@ -63,7 +67,7 @@ async def connect(host: str, port: int) -> AsyncIterator[Talk]:
     try:
         reader, writer = await asyncio.open_connection(host, port)
     except (OSError, ValueError, OverflowError) as error:
-        raise SideError(f"cannot reach {host}:{port}: {error}") from None
+        raise ConnectionLost(f"cannot reach {host}:{port}: {error}") from None
     try:
         yield Talk(reader, writer)
     finally:

@@ -18,6 +18,7 @@ class Traffic:
     out_count: int = 0
     out_tokens: int = 0
     out_failed: int = 0
+    out_seconds: float = 0.0
     expired: int = 0
     late_notes: int = 0
     lost_notes: int = 0
