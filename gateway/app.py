@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import msgspec
 
 from gateway.asks import Ask, Options
+from gateway.config import Disaggregation
 from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
 from gateway.dialects.chat import answered_ids
 from gateway.dialects.fields import splice
@@ -42,6 +43,7 @@ from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Server
 from gateway.listing import models, models_body
 from gateway.metrics import Metrics, Tally
+from gateway.pairs import Pairs
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
 from gateway.records import Recorder
 from gateway.routing import Routing, draw_of
@@ -49,7 +51,7 @@ from gateway.sessions import Sessions
 from gateway.tenants import Tenant, Tenants
 from gateway.workers import Charge, Target, Worker
 from kv_index.index import PrefixIndex
-from policies.base import Choice
+from policies.base import Choice, Role
 
 log = logging.getLogger("warmroute")
 
@@ -86,6 +88,7 @@ class Gateway:
         passthrough: tuple[str, ...] = (),
         isolation_key: str | None = None,
         modes: Mapping[str, Mode] | None = None,
+        pairs: Disaggregation | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -99,6 +102,7 @@ class Gateway:
         policies = [options.default(), *options.policies.values(), *tenants.policies()]
         self.modes = dict(modes or {})
         """Model -> how token ids of its prompts are made."""
+        self.pairs = Pairs(self, pairs or Disaggregation())
         self.preparing: set[Preparing] = set()
         self._default = options.default()
         self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
@@ -211,6 +215,8 @@ class Gateway:
         ask = self.routing.ask(
             tenant, reading, incoming.named, draw, started, memo=incoming.memo, ids=ids, salt=self.salt
         )
+        if self.fleet.staged and route.generates and not reading.opaque:
+            ask.takes = self.pairs.takes(route.kind, incoming.body)
         ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.start()
@@ -299,6 +305,8 @@ class Gateway:
         tenant = self.tenants.of(named)
         now = self.clock()
         ask = self.routing.ask(tenant, reading, named, draw, now, ids=ids, salt=self.salt, dry=True)
+        if self.fleet.staged and route.generates:
+            ask.takes = self.pairs.takes(route.kind, body)
         return self.routing.explain(ask, now, self.pinned(ask, set(), now))
 
     def _stored(self, path: bytes) -> tuple[Dialect, Route] | None:
@@ -359,6 +367,9 @@ class Gateway:
         assert target is not None
         tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, self.label(target))
         tally.sent(choice.reason, self.clock() - exchange.started)
+        if choice.prefill is not None or target.role is not Role.UNIFIED:
+            way = "pair" if choice.prefill is not None else "local"
+            self.metrics.pair_decisions.add((ask.model_name, way, choice.reason))
         if ask.found is not None:
             self.metrics.session_sources.add((ask.found,))
 
@@ -380,9 +391,12 @@ class Gateway:
         target = charge.target
         self.fleet.first_byte(charge)
         ask = exchange.ask
+        legs = exchange.legs
+        if legs is not None:
+            self.pairs.begun(exchange, legs)
         tally = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, self.label(target))
         tally.first_token(_turn(ask.turn), exchange.first_at - exchange.started)
-        if charge.alone and ask.request.tokens is not None:
+        if charge.alone and legs is None and ask.request.tokens is not None:
             exchange.alone = True
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
@@ -401,14 +415,23 @@ class Gateway:
         if self.recorder is not None and exchange.noted is not None:
             self.recorder.ended(exchange, exchange.noted, outcome, usage, seconds)
         said = answered_ids(exchange.tail) if ask.returns and not exchange.events else None
-        self.routing.settle(ask, target, usage, self.clock(), said)
+        legs = exchange.legs
+        computes = target if legs is None else legs.prefill
+        self.routing.settle(ask, target, usage, self.clock(), said, computes)
+        if legs is not None and outcome == "ok":
+            self.pairs.ended(exchange, legs)
         if exchange.alone:
             self._calibrate(exchange, target, usage)
+        if computes is not target:
+            # Its prompt is counted where it was computed.
+            first = self.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, self.label(computes))
+        else:
+            first = tally
         if ask.predicted is not None and ask.request.tokens is not None:
-            tally.predicted[0] += ask.predicted
-            tally.predicted_prompt[0] += ask.request.tokens
+            first.predicted[0] += ask.predicted
+            first.predicted_prompt[0] += ask.request.tokens
         if usage is not None:
-            self._count_usage(exchange, usage, tally)
+            self._count_usage(exchange, usage, tally, first, computes)
         if exchange.route.kind == "responses" and outcome == "ok":
             self._remember_response(exchange, target)
 
@@ -428,16 +451,15 @@ class Gateway:
             context = exchange.ask.context
             self.fleet.learn(target, exchange.ask.request.tokens - context, context, seconds)
 
-    def _count_usage(self, exchange: Exchange, usage: Usage, tally: Tally) -> None:
+    def _count_usage(self, exchange: Exchange, usage: Usage, tally: Tally, first: Tally, computes: Target) -> None:
+        """``first``: of ``computes``, the target that computed the prompt."""
         ask = exchange.ask
         if usage.prompt is not None:
-            tally.prompt[0] += usage.prompt
-            target = exchange.target
-            assert target is not None
-            target.worker.told_cached(usage.cached is not None)
+            first.prompt[0] += usage.prompt
+            computes.worker.told_cached(usage.cached is not None)
             if usage.cached is not None:
-                tally.cached[0] += usage.cached
-                tally.reported[0] += usage.prompt
+                first.cached[0] += usage.cached
+                first.reported[0] += usage.prompt
                 if ask.predicted is not None and usage.prompt:
                     error = (usage.cached - ask.predicted) / usage.prompt
                     self.metrics.prediction_error.observe((ask.model_name,), error)
@@ -500,6 +522,8 @@ class Gateway:
             return b""
         parts = [b"x-warmroute-worker: ", target.name.encode(), b"\r\nx-warmroute-decision: "]
         parts += (ask.policy.name.encode(), b"/", choice.reason.encode(), b"\r\n")
+        if choice.prefill is not None:
+            parts += (b"x-warmroute-prefill-worker: ", choice.prefill.name.encode(), b"\r\n")
         if ask.found is not None:
             parts += (b"x-warmroute-session-source: ", ask.found.encode(), b"\r\n")
         if ask.predicted is not None:
@@ -567,6 +591,7 @@ class Gateway:
         self.fleet.sweep(now)
         self.sessions.sweep(now)
         self.index.sweep(now)
+        self.pairs.sweep(now)
         for exchange in [e for e in self.exchanges if e.deadline < inf]:
             try:
                 exchange.overdue(now)
@@ -576,8 +601,8 @@ class Gateway:
     def worker_down(self, worker: Worker) -> None:
         """A worker does not answer any more: what waits for it must not wait out its own time."""
         silent = self.clock() - SILENT
-        for exchange in [e for e in self.exchanges if e.target is not None and e.target.worker is worker]:
-            exchange.worker_down(silent)
+        for exchange in list(self.exchanges):
+            exchange.worker_down(worker, silent)
 
     def forget_target(self, target: int) -> None:
         """What a target held is gone."""

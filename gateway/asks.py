@@ -78,11 +78,13 @@ class Ask:
         "routed",
         "salt",
         "scope",
+        "second",
         "session",
         "shadow",
         "size",
         "start",
         "stored",
+        "takes",
         "tenant",
         "turn",
         "used",
@@ -134,6 +136,10 @@ class Ask:
         self.context = 0
         self.pin: tuple[Node, int] | None = None
         self.committed = 0.0
+        self.takes: Callable[[str], bool] | None = None
+        """Whether a pool's protocol can split this request; ``None``: nobody can."""
+        self.second: tuple[Node, int] | None = None
+        """The pin of the target that computes the prompt for another."""
         self.asked = False
         """Whether it was sent to anybody yet."""
 

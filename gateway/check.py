@@ -26,7 +26,7 @@ async def check_fleet(config: Config, as_json: bool) -> int:
     rows: list[tuple[Worker, str | None]] = []
     try:
         for each in config.workers:
-            worker = fleet.add(each.spec())
+            worker = fleet.add(each.spec(config.disaggregation.named))
             problem = None
             try:
                 fleet.describe(worker, await probe.read(worker))

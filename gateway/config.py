@@ -13,7 +13,7 @@ import yaml
 
 from gateway.config_check import check
 from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null
-from gateway.workers import EventSource, WorkerSpec
+from gateway.workers import EventSource, WorkerSpec, address
 from policies.base import Policy, load as load_policy
 
 
@@ -115,15 +115,50 @@ class WorkerConfig:
     verify_tls: bool = True
     ca: str | None = None
     events: EventsConfig = field(default_factory=EventsConfig)
+    protocol: str | None = None
+    """How it hands over KV, if that is not what ``disaggregation.protocol`` says."""
+    pool: str | None = None
+    """Workers of one pool can hand KV to each other; by default those of one protocol."""
+    bootstrap: str | None = None
+    """host:port of its bootstrap server, as its partners reach it (SGLang, Mooncake)."""
+    kv_source: str | None = None
+    """host:port at which its peers can fetch KV that it holds (vLLM's OffloadingConnector with its P2P tier)."""
+    shared_store: bool | None = None
+    """Whether what it computes is written to a store that its pool shares."""
 
-    def spec(self) -> WorkerSpec:
-        """For the fleet. Raises `ValueError` for a bad url."""
-        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "events"}
+    def spec(self, protocol: str | None = None) -> WorkerSpec:
+        """For the fleet; ``protocol``: that of workers that name none. Raises `ValueError` for a bad url or address."""
+        renamed = ("events", "protocol", "bootstrap", "kv_source", "shared_store")
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in renamed}
+        told["protocol"] = self.protocol or protocol
+        told["bootstrap"] = None if self.bootstrap is None else address(self.bootstrap)
+        told["source"] = None if self.kv_source is None else address(self.kv_source)
+        told["stores"] = self.shared_store
         events = self.events
         source = None
         if events.endpoint is not None or events.poll:
             source = EventSource(events.endpoint or "", events.replay, events.topic, events.bind, events.poll)
         return WorkerSpec(**told, events=source, listens=events.enabled)
+
+
+@dataclass(slots=True)
+class Disaggregation:
+    """Prefill and decode on different workers."""
+
+    protocol: str = "auto"
+    """How KV is handed over: auto (by the engine), nixl, sglang, mooncake, shared, tensorrt_llm."""
+    lease: Seconds = 25.0
+    """How long a prefill worker's KV may wait for a decode worker: less than the engines' own lease."""
+    bidirectional: bool = False
+    """Have decode workers hand the KV of a session's last turn back to prefill workers (vLLM's ``bidirectional_kv_xfer``).
+    Needs token mode; answers of such sessions tell their token ids."""
+    keep: Seconds = 450.0
+    """How long KV that a decode worker offers is believed to be there: less than its ``decoder_kv_blocks_ttl``."""
+
+    @property
+    def named(self) -> str | None:
+        """The protocol of workers that name none; ``None``: as their engine says."""
+        return None if self.protocol == "auto" else self.protocol
 
 
 @dataclass(slots=True)
@@ -214,6 +249,7 @@ class Config:
     timeouts: Timeouts = field(default_factory=Timeouts)
     probes: Probes = field(default_factory=Probes)
     recording: Recording | None = None
+    disaggregation: Disaggregation = field(default_factory=Disaggregation)
     passthrough: list[str] = field(default_factory=list)
     isolation_key: Secret | None = None
     """What isolated tenants' cache salts are made with: the same for all replicas, and over restarts. Random if not given."""

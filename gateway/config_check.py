@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway.config_reader import Problem
+from gateway.disagg import all_protocols
 from gateway.engines import all_engines
 from gateway.prompt import Thinking
-from gateway.workers import WorkerSpec
+from gateway.workers import WorkerSpec, address
 from kv_index.checkpoints import Rule
-from policies.base import BadOption, UnknownPolicy, names as policy_names
+from policies.base import BadOption, Role, UnknownPolicy, names as policy_names
 
 if TYPE_CHECKING:
-    from gateway.config import Config, EventsConfig, ModelConfig, Recording
+    from gateway.config import Config, Disaggregation, EventsConfig, ModelConfig, Recording, WorkerConfig
 
 NAMELESS = frozenset(
     "authorization proxy-authorization x-api-key cookie forwarded x-forwarded-for x-real-ip "
@@ -68,6 +69,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
             wrong(
                 "sessions.headers", f"{header!r} cannot name a session: it tells a credential, an address or a request"
             )
+    _check_disaggregation(config.disaggregation, wrong)
     if config.recording is not None:
         _check_recording(config.recording, wrong)
     for path in config.passthrough:
@@ -198,16 +200,39 @@ def _check_workers(config: Config, wrong: Any) -> None:
             WorkerSpec(worker.url)
         except ValueError as error:
             wrong(f"{key}.url", str(error))
-        address = worker.url.rstrip("/")
-        if address in seen:
+        where = worker.url.rstrip("/")
+        if where in seen:
             wrong(f"{key}.url", "this worker is listed twice")
-        seen.add(address)
+        seen.add(where)
         _check_secret(f"{key}.api_key", worker.api_key, wrong)
         if worker.engine is not None and worker.engine not in all_engines():
             wrong(f"{key}.engine", f"{worker.engine!r} is not one of {', '.join(all_engines())}")
         _check_events(f"{key}.events", worker.events, wrong)
-        if worker.role not in (None, "unified"):
-            wrong(f"{key}.role", f"{worker.role!r} cannot be served: only 'unified' workers can")
+        _check_pairing(key, worker, wrong)
+
+
+def _check_pairing(key: str, worker: WorkerConfig, wrong: Any) -> None:
+    if worker.role is not None and worker.role not in tuple(Role):
+        wrong(f"{key}.role", f"{worker.role!r} is not one of {', '.join(Role)}")
+    if worker.protocol is not None and worker.protocol not in all_protocols():
+        wrong(f"{key}.protocol", f"{worker.protocol!r} is not one of {', '.join(all_protocols())}")
+    for option in ("bootstrap", "kv_source"):
+        told = getattr(worker, option)
+        if told is None:
+            continue
+        try:
+            address(told)
+        except ValueError as error:
+            wrong(f"{key}.{option}", f"{error}: name the host and port that other workers connect to")
+
+
+def _check_disaggregation(told: Disaggregation, wrong: Any) -> None:
+    known = ("auto", *all_protocols())
+    if told.protocol not in known:
+        wrong("disaggregation.protocol", f"{told.protocol!r} is not one of {', '.join(known)}")
+    for option in ("lease", "keep"):
+        if getattr(told, option) <= 0:
+            wrong(f"disaggregation.{option}", "must be more than 0")
 
 
 def _check_tenants(config: Config, wrong: Any) -> None:

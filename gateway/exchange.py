@@ -38,7 +38,8 @@ from gateway.http.relay import Relay
 from gateway.http.server import Inbound
 from gateway.http.sse import events, first_event
 from gateway.http.upstream import Outbound
-from gateway.workers import Charge, State, Target
+from gateway.legs import Handed, Legs, Tape, stalled
+from gateway.workers import Charge, State, Target, Worker
 from policies.base import Choice
 
 if TYPE_CHECKING:
@@ -79,10 +80,12 @@ class Exchange:
         "fields",
         "first_at",
         "gateway",
+        "handed",
         "held",
         "incoming",
         "injected",
         "last_at",
+        "legs",
         "noted",
         "paused",
         "phase",
@@ -153,6 +156,10 @@ class Exchange:
         self.commented = 0.0
         self.noted: Noted | None = None
         """What will be recorded of its prompt."""
+        self.legs: Legs | None = None
+        """The pair that serves it, if one does."""
+        self.handed: Handed | None = None
+        """What a pair that failed left for the next one."""
         client.owner = self
         gateway.exchanges.add(self)
 
@@ -181,25 +188,43 @@ class Exchange:
     def _attempt(self) -> None:
         gateway, ask = self.gateway, self.ask
         now = gateway.clock()
-        pinned = gateway.pinned(ask, self.tried, now)
-        choice = pinned or gateway.routing.choose(ask, self.tried, now)
+        choice = gateway.pinned(ask, self.tried, now)
+        handed, self.handed = self.handed, None
+        if handed is not None:
+            choice = choice or gateway.routing.other(ask, handed.prefill, self.tried, now)
+            if choice is None:
+                handed = None
+        choice = choice or gateway.routing.choose(ask, self.tried, now)
         target = choice.target
         assert isinstance(target, Target)
         gateway.routing.commit(ask, target, choice, now)
         self.choice, self.target = choice, target
         tokens = ask.request.tokens or 0
         held = ask.context
-        self.charge = gateway.fleet.dispatch(target, tokens - held, held, self.reading.stream)
+        paired = choice.prefill is not None
+        self.charge = gateway.fleet.dispatch(target, tokens - held, held, self.reading.stream, not paired)
         self.attempts += 1
         self.sent_at = now
         self.phase = WAITING
         self.deadline = now + gateway.limits_out.first_byte_seconds
         self.fields = []
+        if paired:
+            self.legs = gateway.pairs.legs(self, choice, handed)
+            self.legs.begin(tokens)
+        else:
+            self.open()
+
+    def open(self) -> None:
+        """Send it to its target, over a connection that is there or is made."""
+        target = self.target
+        assert target is not None
+        if self.legs is not None:
+            self.deadline = self.gateway.clock() + self.gateway.limits_out.first_byte_seconds
         connection = target.worker.pool.take()
         if connection is not None:
             self._send(connection)
         else:
-            self.task = gateway.loop.create_task(self._connect())
+            self.task = self.gateway.loop.create_task(self._connect())
 
     async def _connect(self) -> None:
         target = self.target
@@ -240,7 +265,11 @@ class Exchange:
         self.sent_at = self.gateway.clock()
         if self.paused:
             connection.slow()
-        body = self.gateway.body_for(self, target)
+        if self.legs is None:
+            body = self.gateway.body_for(self, target)
+        else:
+            body = self.legs.decode_body
+            self.legs.decode_sent = True
         head = wire.request_head(
             self.incoming,
             target.worker.base,
@@ -297,6 +326,8 @@ class Exchange:
         else:
             self.relay = self.early
         self.relay.unasked = self.injected and self.events
+        if self.legs is not None and self.legs.tells_ids:
+            self.relay.tail = Tape()
         self.fields = []
         if self.charge is not None and not self.events:
             self.first_at = self.last_at
@@ -406,6 +437,9 @@ class Exchange:
 
     def _withdraw(self) -> bool:
         """The attempt under way did not come to anything: give back what it took. False if there is none."""
+        legs, self.legs = self.legs, None
+        if legs is not None:
+            legs.end()
         charge, self.charge = self.charge, None
         if charge is None:
             return False
@@ -415,36 +449,43 @@ class Exchange:
 
     # -- failing ----------------------------------------------------------------------------------------------------
 
-    def _refused(self) -> None:
-        """A complete error answer: try elsewhere, or pass it on as it is."""
+    def _refused(self, by: Target | None = None) -> None:
+        """A complete error answer: try elsewhere, or pass it on as it is. ``by``: whose, if not the target's."""
         retry_after = wire.retry_after(self.fields)
         if self.status not in RETRIED and self.status not in (401, 403):
             self._pass_on_error()
         elif self.status in (429, 503):
             full = Backpressure("the worker is full", retry_after=retry_after)
             full.status = self.status
-            self._failed(full)
+            self._failed(full, by)
         elif self.status in (401, 403):
-            self._failed(ServerError("the worker refused the gateway's credential"))
+            self._failed(ServerError("the worker refused the gateway's credential"), by)
         else:
-            self._failed(ServerError(f"the worker answered {self.status}"))
+            self._failed(ServerError(f"the worker answered {self.status}"), by)
 
-    def _failed(self, fault: Fault) -> None:
-        """An attempt failed, or a stream broke."""
-        gateway, target = self.gateway, self.target
+    def _failed(self, fault: Fault, by: Target | None = None) -> None:
+        """An attempt failed, or a stream broke. ``by``: whose failure it is, if not the target's."""
+        gateway, target = self.gateway, by or self.target
         assert target is not None
         now = gateway.clock()
-        if isinstance(fault, WorkerFault):
-            gateway.worker_fault(target, fault)
+        guilty: Target | None = target
+        legs = self.legs
+        if legs is not None and self.phase != RELAYING:
+            guilty = self._pair_failed(legs, fault, target, now)
+        if guilty is None:
+            pass
+        elif isinstance(fault, WorkerFault):
+            gateway.worker_fault(guilty, fault)
         elif isinstance(fault, Backpressure):
-            gateway.worker_full(target, fault, now)
+            gateway.worker_full(guilty, fault, now)
         if self.phase == RELAYING:
             self._break(fault)
             return
         # An error answer that broke off is none to pass on.
         refused = self.phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
         self._withdraw()
-        self.tried.add(target.id)
+        if legs is None:
+            self.tried.add(target.id)
         if self.attempts < gateway.attempts and gateway.may_retry(self.ask, self.tried, fault):
             held, fields, status = self.held, self.fields, self.status
             self.held, self.bytes_in = b"", 0
@@ -453,6 +494,10 @@ class Exchange:
                 return
             except NoWorker:
                 self.held, self.fields, self.status = held, fields, status
+            except Fault as other:
+                fault = other
+                self.held, self.fields, self.status = held, fields, status
+                self._withdraw()
             except Exception:
                 gateway.defect("choosing another target")
                 self.held, self.fields, self.status = held, fields, status
@@ -511,6 +556,65 @@ class Exchange:
         )
         client.done()
 
+    # -- a pair -----------------------------------------------------------------------------------------------------
+
+    def _pair_failed(self, legs: Legs, fault: Fault, by: Target, now: float) -> Target | None:
+        """One of a pair failed, ``by`` as it seems: what the next attempt does without, and what it need not do again.
+
+        Returns whose fault it is; ``None`` if that cannot be told yet.
+        """
+        gateway = self.gateway
+        told = error_in(self.held) if self.phase == REFUSED else None
+        guilty = gateway.pairs.failed(legs, fault, by, told[1] if told else fault.message)
+        if guilty is legs.decode:
+            self.handed = legs.handed(now)
+        if guilty is not None:
+            self.tried.add(guilty.id)
+            return guilty
+        # It failed between the two. Another pair does without both; where there is none, without the prefill engine.
+        self.tried |= {legs.prefill.id, legs.decode.id}
+        name = self.ask.model.name if self.ask.model is not None else None
+        if gateway.fleet.view(name, self.tried) is None:
+            self.tried.discard(legs.decode.id)
+        return None
+
+    def prefill_refused(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """The prefill engine answered with an error: that is the answer, unless another pair does better."""
+        legs = self.legs
+        if legs is None or self.phase >= RELAYING:
+            return
+        self._drop_connection()
+        self.phase, self.status, self.fields = REFUSED, status, fields
+        self.held, self.bytes_in = body, len(body)
+        try:
+            self._refused(legs.prefill)
+        except Exception:
+            self._lost("a prefill worker's refusal")
+
+    def prefill_failed(self, fault: Fault) -> None:
+        """The prefill engine will not answer."""
+        legs = self.legs
+        if legs is None or self.phase == ENDED:
+            return
+        if self.phase == RELAYING:
+            # The decode engine has what it needs, or fails by itself.
+            if isinstance(fault, WorkerFault):
+                self.gateway.worker_fault(legs.prefill, fault)
+            return
+        self._drop_connection()
+        self.held, self.bytes_in = b"", 0
+        self.phase = WAITING
+        try:
+            self._failed(fault, legs.prefill)
+        except Exception:
+            self._lost("a prefill worker's failure")
+
+    def _lost(self, doing: str) -> None:
+        """In an except block."""
+        self.gateway.defect(doing)
+        if self.phase != ENDED:
+            self._answer_fault(Internal("the gateway failed; its log says why"))
+
     # -- what the client does ---------------------------------------------------------------------------------------
 
     def client_gone(self) -> None:
@@ -523,8 +627,15 @@ class Exchange:
             self.target = None
         self._end("client_gone")
 
-    def worker_down(self, silent: float) -> None:
-        """Its worker is down: give up on it, unless a byte came after ``silent``."""
+    def worker_down(self, worker: Worker, silent: float) -> None:
+        """``worker`` is down: give up on it, unless a byte came after ``silent``."""
+        if self.legs is not None:
+            self.legs.worker_down(worker)
+        if self.target is None or self.target.worker is not worker:
+            return
+        if self.legs is not None and self.legs.before_decode:
+            # It has no part in it yet: what the other computes goes to somebody else then.
+            return
         if self.phase in (WAITING, PEEKING, REFUSED) or (self.phase == RELAYING and self.last_at < silent):
             self._drop_connection()
             self._failed(Reset("the worker went down"))
@@ -554,6 +665,9 @@ class Exchange:
             if self.paused or now - self.last_at < patience:
                 return
             fault: Fault = Stalled("the worker stopped answering")
+        elif self.legs is not None and self.legs.overdue(now) and self.phase < RELAYING:
+            self.prefill_failed(stalled())
+            return
         elif self.phase in (WAITING, PEEKING, REFUSED) and now > self.deadline:
             fault = Stalled("the worker did not answer in time")
         else:
@@ -594,6 +708,9 @@ class Exchange:
         if self.charge is not None:
             self.gateway.fleet.release(self.charge)
             self.charge = None
+        legs = self.legs
+        if legs is not None:
+            legs.end(outcome == "ok")
         usage = None
         if streaming and outcome in ("ok", "stream_error") and self.route.generates:
             usage = self.dialect.usage(self.tail, self.events)

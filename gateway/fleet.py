@@ -9,15 +9,16 @@ estimate says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 from gateway.errors import Refused, WorkerFault
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.workers import Charge, Facts, Load, ServedModel, State, Target, Worker, WorkerSpec
-from policies.base import Fleet as View, Rates
+from policies.base import Fleet as View, Rates, Role, Target as Seen
 from policies.calibrate import Calibration
+from policies.cost import EXPECTED_OUTPUT
 
 SLOW_START = 30.0
 """Seconds in which a cold worker works its way up to its fair share."""
@@ -54,6 +55,8 @@ class Fleet:
         self.calibrations: dict[tuple[str, str], Calibration] = {}
         self.known_models: dict[str, float] = {}
         """Model -> when a ready worker last listed it: tells 404 from 503."""
+        self.staged = False
+        """Whether some workers do a part of requests only."""
         self._ids = count()
         self._views: dict[str | None, View | None] = {}
         self._listed: set[str] = set()
@@ -112,6 +115,8 @@ class Fleet:
             self.forget(gone.id)
         model = facts.models[0].name if facts.models else ""
         for target in worker.targets:
+            target.role, target.whole, target.pool = worker.role, worker.whole, worker.pool_name
+            target.room = facts.kv_tokens
             kind = self.calibration(model, facts.engine)
             if kind is not target.calibration:
                 target.calibration = kind
@@ -123,6 +128,8 @@ class Fleet:
     def restarted(self, worker: Worker) -> None:
         """The engine's process is a new one: its cache is empty, its connections are gone."""
         for target in worker.targets:
+            target.epoch += 1
+            target.failed_with.clear()
             target.forgive(target.calibration, self.clock(), always=True)
             self.forget(target.id)
         worker.pool.close_idle()
@@ -181,6 +188,7 @@ class Fleet:
     def changed(self) -> None:
         """Who may be used changed: views are made anew when next asked for."""
         self._views.clear()
+        self.staged = any(target.role is not Role.UNIFIED for target in self.targets.values())
         self._listed = {model.name for worker in self.workers.values() for model in worker.facts.models}
         now = self.clock()
         for worker in self.workers.values():
@@ -211,23 +219,39 @@ class Fleet:
             view = self._views[key] = self._make_view(model)
         if view is None or not tried:
             return view
+        first = view.prefill
+        stages = [] if first is None else [target for target in first.targets if target.id not in tried]
         left = [target for target in view.targets if target.id not in tried]
-        return View(left) if left else None
+        return _staged(left, stages)
 
     def _make_view(self, model: str | None) -> View | None:
         now = self.clock()
         able = [
             target
             for worker in self.workers.values()
-            if worker.state is State.READY and worker.role == "unified" and _serves(worker, model)
+            if worker.state is State.READY and _serves(worker, model)
             for target in worker.targets
             if target.breaker.allows(now)
         ]
-        targets = [target for target in able if target.paused_until <= now]
-        if not targets:
-            # It knows best, and may say no again.
-            targets = [target for target in able if not target.paused_firmly]
-        return View(targets) if targets else None
+        rests = [target for target in able if target.role is not Role.PREFILL]
+        if len(rests) == len(able):
+            return _staged(_awake(able, now), [])
+        return _staged(_awake(rests, now), _awake([t for t in able if t.role is Role.PREFILL], now))
+
+    def lacks(self, model: str | None, tried: Iterable[int] = ()) -> Role | None:
+        """Which stage no worker can do now, where ``model`` is served by pairs; ``None`` if it is not that."""
+        staged = [worker for worker in self.workers.values() if _serves(worker, model) and not worker.whole]
+        if not staged:
+            return None
+        now = self.clock()
+        able = {
+            target.role
+            for worker in staged
+            if worker.state is State.READY
+            for target in worker.targets
+            if target.id not in tried and self.usable(target, now)
+        }
+        return Role.DECODE if Role.DECODE not in able else Role.PREFILL if Role.PREFILL not in able else None
 
     def serving(self, model: str) -> list[Worker]:
         """Workers that list ``model``, whatever their state."""
@@ -249,15 +273,21 @@ class Fleet:
 
     # -- in flight --------------------------------------------------------------------------------------------------
 
-    def dispatch(self, target: Target, uncached: float, context: float, streamed: bool) -> Charge:
-        """A request with ``uncached`` tokens behind ``context`` is being sent."""
+    def dispatch(
+        self, target: Target, uncached: float, context: float, streamed: bool, computes: bool = True
+    ) -> Charge:
+        """A request with ``uncached`` tokens behind ``context`` is being sent. Without ``computes`` another target computes
+        them, and is charged for that."""
         trial = target.breaker.sent()
         if trial:
             self._views.clear()
-        seconds = target.rates.prefill(uncached, context)
-        charge = Charge(target, seconds, uncached, context, trial)
+        seconds = target.rates.prefill(uncached, context) if computes else 0.0
+        charge = Charge(target, seconds, uncached, context, trial, uncached + context + EXPECTED_OUTPUT)
         charge.alone = not target.running and not target.foreign
         target.running += 1
+        target.active += charge.active
+        if not computes:
+            return charge
         now = self.clock()
         target.charge(charge, seconds, now)
         if not streamed:
@@ -282,6 +312,7 @@ class Fleet:
         charge.ended = True
         target = charge.target
         target.running -= 1
+        target.active = target.active - charge.active if target.running else 0.0
         if charge.prefilled:
             target.busy -= 1
         else:
@@ -380,6 +411,29 @@ class Fleet:
                         target.paused_until = 0.0
         if stale:
             self._views.clear()
+
+
+def _awake(able: list[Target], now: float) -> list[Target]:
+    """Those that did not ask for a pause."""
+    targets = [target for target in able if target.paused_until <= now]
+    # It knows best, and may say no again.
+    return targets or [target for target in able if not target.paused_firmly]
+
+
+def _staged(targets: Sequence[Seen], prefill: Sequence[Seen]) -> View | None:
+    """The view of targets that may generate, and of prefill engines that have a partner among them."""
+    if prefill:
+        pools = {target.pool for target in targets if target.role is Role.DECODE}
+        if not targets:
+            # Nobody else is left: those of them that can do it all.
+            targets = [target for target in prefill if target.whole]
+        prefill = [target for target in prefill if target.pool in pools]
+    if not prefill and any(not target.whole for target in targets):
+        targets = [target for target in targets if target.whole]
+    elif prefill:
+        served = {target.pool for target in prefill}
+        targets = [target for target in targets if target.whole or target.pool in served]
+    return View(targets, View(prefill) if prefill else None) if targets else None
 
 
 def _serves(worker: Worker, model: str | None) -> bool:

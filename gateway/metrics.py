@@ -196,6 +196,7 @@ class Metrics:
         self._requests()
         self._tokens()
         self._decisions()
+        self._pairs()
         self._events()
 
     def _requests(self) -> None:
@@ -276,6 +277,34 @@ class Metrics:
             ("policy",),
         )
         self.lag = Histogram("warmroute_event_loop_lag_seconds", "How late the event loop woke up.", OVERHEAD)
+
+    def _pairs(self) -> None:
+        self.pair_decisions = Counter(
+            "warmroute_pd_decisions",
+            "Requests in a fleet with prefill and decode workers, by how they were served: a pair, or one worker alone.",
+            ("model", "kind", "reason"),
+        )
+        self.transfer = Histogram(
+            "warmroute_pd_transfer_seconds",
+            "From a decode worker's being asked to its first event, where the prompt was computed elsewhere before.",
+            TTFT,
+            ("model",),
+        )
+        self.pair_failures = Counter(
+            "warmroute_pd_leg_failures",
+            "Parts of pairs that failed before the answer began, by whose failure it was and when.",
+            ("model", "role", "stage"),
+        )
+        self.pair_recomputed = Counter(
+            "warmroute_pd_recomputed_tokens",
+            "Prompt tokens that a prefill worker computed although the decode worker held them.",
+            ("model",),
+        )
+        self.pair_returns = Counter(
+            "warmroute_pd_returns",
+            "KV of a session's last turn that decode workers offered to hand back, and what became of it.",
+            ("model", "outcome"),
+        )
 
     def _events(self) -> None:
         of = ("target",)

@@ -14,13 +14,15 @@ from gateway.errors import BadRequest, NotFound, NoWorker
 from gateway.fleet import Fleet
 from gateway.holdings import Holdings, blocks_of
 from gateway.metrics import Metrics
+from gateway.offers import Offers
 from gateway.prompt import Prompt, thinking_of
 from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant
 from gateway.workers import Target
 from kv_index.index import PrefixIndex
 from kv_index.pages import TEXT_PAGE, names
-from policies.base import Choice, Fleet as View
+from policies.base import Choice, Fleet as View, Policy, Request, Role
+from policies.disaggregated import paired
 
 
 class Routing:
@@ -37,6 +39,8 @@ class Routing:
         self.models: dict[str, Model] = {}
         self.holdings = Holdings(fleet, index, options, self.models)
         self._default = options.default()
+        self.offers = Offers()
+        self._paired: dict[int, tuple[Policy, Policy]] = {}
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -129,6 +133,7 @@ class Routing:
             ask.turn = session.turns + 1
             request.session = session.hash
             request.home = session.home
+            request.partner = session.partner
             request.siblings = session.running
         request.turns = model.demand.turns
         if policy.needs_prefix and ask.prompt is not None:
@@ -141,7 +146,16 @@ class Routing:
                 elif reading.salt is not None:
                     ask.salt = reading.salt()
                 self.holdings.match_ids(ask, ids, model, now)
+                if session is not None and len(self.offers):
+                    self._lent(request, session, ids, now)
         return ask
+
+    def _lent(self, request: Request, session: Session, ids: bytes, now: float) -> None:
+        """What the session's home can hand back of this very prompt."""
+        offer = self.offers.fits(session.key, ids, now)
+        at = None if offer is None else self.fleet.targets.get(offer.target)
+        if offer is not None and at is not None and at.epoch == offer.epoch and request.home == offer.target:
+            request.lent = offer.tokens
 
     def _check_model(self, tenant: Tenant, reading: Reading, model: Model | None) -> None:
         """Raises `Forbidden` if the tenant may not use what this request would use, whatever its body shows of that."""
@@ -162,20 +176,63 @@ class Routing:
         """The candidates. Raises `NoWorker`."""
         name = ask.model.name if ask.model is not None else None
         view = self.fleet.view(name, tried)
+        if view is not None and view.prefill is not None:
+            view = self._split(ask, view)
         if view is None:
-            what = f"no worker that serves {name!r} can be used now" if name else "no worker can be used now"
+            stage = self.fleet.lacks(name, tried)
+            who = "worker" if stage is None else f"{stage} worker"
+            what = f"no {who} that serves {name!r} can be used now" if name else f"no {who} can be used now"
             raise NoWorker(what, retry_after=self.fleet.retry_after(name, now))
         return view
+
+    def _split(self, ask: Ask, view: View) -> View | None:
+        """The candidates of a request that some pools can split, and others not."""
+        takes, first = ask.takes, view.prefill
+        assert first is not None
+        pools = {target.pool: target for target in first.targets}
+        able = set()
+        for pool, target in pools.items():
+            assert isinstance(target, Target)
+            if takes is not None and takes(target.worker.protocol or ""):
+                able.add(pool)
+        if able == pools.keys():
+            return view
+        left = [target for target in view.targets if target.whole or target.pool in able]
+        stages = [target for target in first.targets if target.pool in able]
+        return View(left, View(stages) if stages else None) if left else None
+
+    def other(self, ask: Ask, prefill: Target, tried: Collection[int], now: float) -> Choice | None:
+        """Who else may fetch what ``prefill`` computed; ``None`` if nobody can."""
+        name = ask.model.name if ask.model is not None else None
+        view = self.fleet.view(name, tried)
+        able = [target for target in view.targets if target.role is Role.DECODE] if view is not None else []
+        able = [target for target in able if target.pool == prefill.pool]
+        if not able:
+            return None
+        choice = self._policy(ask, True).choose(ask.request, View(able, View([prefill])), now)
+        return choice._replace(prefill=prefill, source=None)
+
+    def _policy(self, ask: Ask, staged: bool) -> Policy:
+        """The request's policy; in a fleet of pairs what it does there."""
+        if not staged:
+            return ask.policy
+        found = self._paired.get(id(ask.policy))
+        if found is None:
+            # The policy is kept with it, so that its id stays its own.
+            found = self._paired[id(ask.policy)] = (ask.policy, paired(ask.policy))
+        return found[1]
 
     def choose(self, ask: Ask, tried: Collection[int], now: float) -> Choice:
         """What the policy says. Raises `NoWorker`; changes nothing."""
         self.fleet.settle_estimates(now)
         view = self.view(ask, tried, now)
+        staged = view.prefill is not None
         if ask.model is not None and ask.policy.needs_prefix:
-            ask.request.crowd = ask.model.demand.crowd(len(view.targets), now)
+            computing = view.targets if view.prefill is None else view.prefill.targets
+            ask.request.crowd = ask.model.demand.crowd(len(computing), now)
         home = ask.request.home
         ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)
-        return ask.policy.choose(ask.request, view, now)
+        return (self._policy(ask, True) if staged else ask.policy).choose(ask.request, view, now)
 
     def commit(self, ask: Ask, target: Target, choice: Choice, now: float) -> None:
         """The request is about to be sent to ``target``."""
@@ -190,24 +247,33 @@ class Routing:
                 model.demand.turn(ask.new_session)
             self._bind(ask, session, target, choice)
         if request.tokens is not None:
-            held = request.holdings.get(target.id, 0)
+            computes = computing(choice, target)
+            held = request.holdings.get(computes.id, 0)
+            if choice.source is not None:
+                held = max(held, request.lent)
             ask.predicted = ask.context = min(held, request.tokens)
             if first:
-                model.demand.sent(target.rates.prefill(request.tokens - ask.context, ask.context), now)
-            self.holdings.note(ask, target)
+                model.demand.sent(computes.rates.prefill(request.tokens - ask.context, ask.context), now)
+            self.holdings.note(ask, computes)
+            ids = ask.ids is not None
+            if computes is not target:
+                place = self.index.sent(ask.namespace, ask.pages.symbols, computes.id, now, ids)
+                ask.second = (place, computes.id)
             if model.fine and ask.ids is not None:
                 self.holdings.sequels.put(names(ask.pages.symbols), ask.ids, ask.start)
-            place = self.index.sent(ask.namespace, ask.pages.symbols, target.id, now, ask.ids is not None)
             if session is not None:
-                session.sent, session.sent_to = now, target.id
+                session.sent, session.sent_to = now, computes.id
             ask.committed = now
-            ask.pin = (place, target.id)
+            if target.worker.facts.keeps:
+                ask.pin = (self.index.sent(ask.namespace, ask.pages.symbols, target.id, now, ids), target.id)
 
     def _bind(self, ask: Ask, session: Session, target: Target, choice: Choice) -> None:
         before = session.home
         session.running += 1
         if before is None or choice.moves_home:
             self.sessions.bind(session, target.id)
+        if choice.prefill is not None and (session.partner is None or not ask.request.siblings):
+            self.sessions.bind_partner(session, choice.prefill.id)
         if before == target.id:
             outcome = "hit"
         elif before is None:
@@ -234,20 +300,41 @@ class Routing:
         session = ask.session
         if session is not None:
             session.running = max(0, session.running - 1)
-        if ask.pin is not None:
-            place, at = ask.pin
-            ask.pin = None
+        for place, at in (pin for pin in (ask.pin, ask.second) if pin is not None):
             self.index.undone(ask.namespace, ask.pages.symbols, at, place, ask.depth.get(at, 0), ask.committed)
+        ask.pin = ask.second = None
         if session is not None and session.home == target.id and ask.request.home != target.id:
             self.sessions.unbind(session)
             if ask.request.home is not None:
                 self.sessions.bind(session, ask.request.home)
+        if session is not None and session.partner != ask.request.partner:
+            self.sessions.bind_partner(session, ask.request.partner)
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def settle(self, ask: Ask, target: Target, usage: Usage | None, now: float, said: bytes | None = None) -> None:
-        """The request was answered; ``usage`` is what the engine reported, if it did, and ``said`` the answer's token ids."""
+    def prefilled(self, ask: Ask, target: Target, now: float) -> None:
+        """``target`` computed the prompt for another, and holds it."""
+        if ask.second is not None:
+            place, at = ask.second
+            self.index.landed(ask.namespace, ask.pages.symbols, at, place, ask.committed, now)
+            ask.second = None
+
+    def settle(
+        self,
+        ask: Ask,
+        target: Target,
+        usage: Usage | None,
+        now: float,
+        said: bytes | None = None,
+        computes: Target | None = None,
+    ) -> None:
+        """The request was answered; ``usage`` is what the engine reported, if it did, and ``said`` the answer's token ids.
+
+        ``computes``: who computed the prompt, if that was not ``target``, which reports the cached tokens of the other then.
+        """
         session, model = ask.session, ask.model
+        computes = computes or target
+        self.prefilled(ask, computes, now)
         if ask.pin is not None:
             place, at = ask.pin
             self.index.landed(ask.namespace, ask.pages.symbols, at, place, ask.committed, now)
@@ -259,16 +346,17 @@ class Routing:
         if model is None or size is None:
             return
         if usage is not None and usage.cached is not None and ask.predicted is not None and usage.prompt:
-            self.holdings.report(ask, target, ask.predicted, usage.cached, usage.prompt, now)
+            self.holdings.report(ask, computes, ask.predicted, usage.cached, usage.prompt, now)
         if usage is not None and usage.prompt and size >= TEXT_PAGE and ask.ids is None:
             self.holdings.teach(model, size / usage.prompt)
         if model.rule is not None:
-            self.holdings.checkpoint(ask, target, model.rule, usage)
+            self.holdings.checkpoint(ask, computes, model.rule, usage)
         if session is None:
             return
         if ask.end is not None:
             self.sessions.remember_content(session, ask.end)
-        if said is not None and ask.ids:
+        keeps = target.worker.facts.keeps
+        if said is not None and ask.ids and keeps:
             ask.pages = self.holdings.said(ask, target, ask.ids + said[:-4], now)
         self.sessions.keep_pages(session, ask.pages)
         session.prompt_bytes = size
@@ -277,9 +365,11 @@ class Routing:
             session.prompt_tokens = ask.request.tokens
         # Of the last token that was sampled nothing was computed.
         session.tail_tokens = max(0, (usage.completion or 0) - 1) if usage is not None else 0
-        session.tail_target = target.id
+        session.tail_target = target.id if keeps else None
         session.ended = now
-        session.awaits = ask.stored + blocks_of(usage, target) if ask.stored is not None else 0
+        # Of a pair only the events of the one that computed were asked for.
+        told = ask.stored is not None and computes is target
+        session.awaits = (ask.stored or 0) + blocks_of(usage, target) if told else 0
 
     # -- the dry run ------------------------------------------------------------------------------------------------
 
@@ -287,13 +377,20 @@ class Routing:
         """What would be chosen and why; changes nothing. ``pinned``: the choice that is not the policy's to make."""
         view = self.view(ask, (), now)
         choice = pinned or self.choose(ask, (), now)
-        rows = ask.policy.explain(ask.request, view, now)
+        staged = view.prefill is not None
+        rows = self._policy(ask, staged).explain(ask.request, view, now)
         session = ask.session
         return {
             "decision": ask.policy.name,
             "reason": choice.reason,
             "target": choice.target.name,
-            "pair": None,
+            "pair": None
+            if choice.prefill is None
+            else {
+                "prefill": choice.prefill.name,
+                "decode": choice.target.name,
+                "kv_from": None if choice.source is None else choice.source.name,
+            },
             "model": ask.model_name,
             "prompt_tokens": ask.request.tokens,
             "session": None
@@ -302,12 +399,14 @@ class Routing:
                 "id": session.key.hex(),
                 "source": ask.found,
                 "home": self._name(session.home),
+                "partner": self._name(session.partner),
                 "turns": session.turns,
                 "running": session.running,
             },
             "candidates": [
                 {
                     "target": row.target.name,
+                    **({} if not staged else {"prefill": None if row.prefill is None else row.prefill.name}),
                     "total_ms": None if row.terms is None else round(row.terms.total * 1e3, 3),
                     "terms": None
                     if row.terms is None
@@ -323,6 +422,14 @@ class Routing:
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)
         return None if found is None else found.name
+
+
+def computing(choice: Choice, target: Target) -> Target:
+    """Who computes the prompt: ``target``, or its prefill engine."""
+    if choice.prefill is None:
+        return target
+    assert isinstance(choice.prefill, Target)
+    return choice.prefill
 
 
 def _by_tier(tokens: int, restored: tuple[int, int, int] | None) -> dict[str, int]:

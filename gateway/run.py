@@ -84,6 +84,7 @@ class Running:
             passthrough=tuple(config.passthrough),
             isolation_key=config.isolation_key,
             modes=self._make_modes(),
+            pairs=config.disaggregation,
         )
         self.probe = Probe(
             self.fleet,
@@ -105,7 +106,7 @@ class Running:
         self._evicted: dict[int, int] = {}
         self._observe_at = monotonic() + OBSERVE
         for worker in config.workers:
-            self.add_worker(worker.spec(), watch=False)
+            self.add_worker(worker.spec(config.disaggregation.named), watch=False)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -158,6 +159,7 @@ class Running:
         if gateway.recorder is not None:
             recorder, gateway.recorder = gateway.recorder, None
             await recorder.stop()
+        await gateway.pairs.stop()
         await self.probe.stop()
         await self.subscriptions.stop()
         if self._upkeep is not None:

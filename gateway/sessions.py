@@ -78,6 +78,8 @@ class Session:
     """64 bits for rendezvous and display."""
     home: int | None = None
     """target id."""
+    partner: int | None = None
+    """target id of the prefill engine, where its home is a pair."""
     parent: bytes | None = None
     pages: Pages = EMPTY
     """Symbols of the last prompt."""
@@ -296,11 +298,23 @@ class Sessions:
             self._homes(session.home, -1)
             session.home = None
 
+    def bind_partner(self, session: Session, target: int | None) -> None:
+        """``target`` computes the session's prompts from now on; ``None``: nobody in particular."""
+        if session.partner == target or (target is not None and self._sessions.get(session.key) is not session):
+            return
+        if session.partner is not None:
+            self._homes(session.partner, -1)
+        session.partner = target
+        if target is not None:
+            self._homes(target, 1)
+
     def unbind_all(self, target: int) -> None:
         """``target`` is gone: sessions at home there have none now. Costs the store."""
         for session in self._sessions.values():
             if session.home == target:
                 self.unbind(session)
+            if session.partner == target:
+                self.bind_partner(session, None)
             if session.tail_target == target:
                 session.tail_target = None
 
@@ -326,6 +340,7 @@ class Sessions:
         session.ends.clear()
         session.asked.clear()
         self.unbind(session)
+        self.bind_partner(session, None)
 
     def get(self, key: bytes) -> Session | None:
         """By key, without touching it."""

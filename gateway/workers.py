@@ -14,9 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.breaker import Breaker
+from gateway.disagg import protocol_of
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.http.upstream import Pool
+from policies.base import Role
 from policies.calibrate import Calibration
 from policies.charged import Charged
 
@@ -82,6 +84,14 @@ class Facts:
     """Whether it keeps recurrent state, so that prompts can be resumed at checkpoints only."""
     injects_usage: bool = False
     """Whether it takes ``stream_options``."""
+    protocol: str | None = None
+    """How it hands over KV, if it says so."""
+    bootstrap_port: int | None = None
+    """Where other engines learn how to reach its KV."""
+    keeps: bool = True
+    """Whether what it computed or got stays for later requests: SGLang's decode engines keep nothing by default."""
+    stores: bool = False
+    """Whether what it computes is written to a store that the engines of its pool share."""
     missing: list[str] = field(default_factory=list)
     """Codes of `engines.audit`: what the engine does not offer."""
 
@@ -113,6 +123,16 @@ class WorkerSpec:
     """Where its first rank publishes; ``None``: as its engine says."""
     listens: bool = True
     """Whether its KV events are listened to."""
+    protocol: str | None = None
+    """How it hands over KV."""
+    pool: str | None = None
+    """Engines that can hand KV to each other."""
+    bootstrap: tuple[str, int] | None = None
+    """Host and port of its bootstrap server, as its partners reach it."""
+    source: tuple[str, int] | None = None
+    """Host and port at which its peers can fetch KV that it holds."""
+    stores: bool | None = None
+    """Whether what it computes is written to a store that the engines of its pool share."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -130,12 +150,26 @@ class WorkerSpec:
             raise ValueError("a worker's api_key holds a line break or a control character")
 
 
+def address(text: str) -> tuple[str, int]:
+    """Host and port of ``host:port``. Raises `ValueError` for anything else."""
+    parts = urlsplit(f"//{text}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or port is None or _BLANK.search(text) or parts.path or parts.username is not None:
+        raise ValueError(f"{text!r} is not host:port")
+    return parts.hostname, port
+
+
 class Target(Charged):
     """One (worker, rank) with what only the gateway knows of it."""
 
     __slots__ = (
         "breaker",
         "calibration",
+        "epoch",
+        "failed_with",
         "load_report",
         "paused_firmly",
         "paused_until",
@@ -153,14 +187,20 @@ class Target(Charged):
         self.paused_until = 0.0
         """It asked for a pause (Retry-After)."""
         self.load_report: Load | None = None
+        self.epoch = 0
+        """Counts its engine's starts: what was promised in one is void in the next."""
+        self.failed_with: set[int] = set()
+        """Targets with which handing over KV failed since it last worked."""
 
 
 class Charge:
     """One request in flight on one target."""
 
-    __slots__ = ("alone", "context", "ended", "prefilled", "seconds", "target", "trial", "uncached")
+    __slots__ = ("active", "alone", "context", "ended", "prefilled", "seconds", "target", "trial", "uncached")
 
-    def __init__(self, target: Target, seconds: float, uncached: float, context: float, trial: bool) -> None:
+    def __init__(
+        self, target: Target, seconds: float, uncached: float, context: float, trial: bool, active: float
+    ) -> None:
         self.target = target
         self.seconds = seconds
         self.uncached = uncached
@@ -170,6 +210,8 @@ class Charge:
         self.prefilled = False
         self.ended = False
         self.trial = trial
+        self.active = active
+        """Tokens that it holds of the target's KV cache, with what it is expected to generate."""
 
 
 class Worker:
@@ -196,6 +238,8 @@ class Worker:
         self.answered = 0
         """Requests that it answered as it should."""
         self.ready_since: float | None = None
+        self.engine_ids: list[str] = []
+        """Of its ranks' processes, where a protocol names them."""
         self.untold = 0
         """Answers in a row whose usage left cached tokens out."""
         self.observed: list[str] = []
@@ -220,9 +264,38 @@ class Worker:
             self.observed.remove(code)
 
     @property
-    def role(self) -> str:
-        """``unified``, ``prefill`` or ``decode``."""
-        return self.spec.role or self.facts.role or "unified"
+    def role(self) -> Role:
+        """As configured, else as the engine says."""
+        return Role(self.spec.role or self.facts.role or "unified")
+
+    @property
+    def protocol(self) -> str | None:
+        """How it hands over KV: as configured, else as the engine says."""
+        told = self.spec.protocol or self.facts.protocol
+        return told or (None if self.role is Role.UNIFIED else protocol_of(self.facts.engine))
+
+    @property
+    def pool_name(self) -> str:
+        """Engines of the same can hand KV to each other."""
+        return self.spec.pool or self.protocol or ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can serve a request from its prompt to its end. SGLang's engines of one role cannot."""
+        return self.role is Role.UNIFIED or self.protocol != "sglang"
+
+    @property
+    def bootstrap(self) -> tuple[str, int] | None:
+        """Host and port of its bootstrap server."""
+        if self.spec.bootstrap is not None:
+            return self.spec.bootstrap
+        port = self.facts.bootstrap_port
+        return None if port is None else (self.host, port)
+
+    @property
+    def stores(self) -> bool:
+        """Whether what it computes is within reach of its pool."""
+        return self.facts.stores if self.spec.stores is None else self.spec.stores
 
     @property
     def url(self) -> str:

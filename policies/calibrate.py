@@ -42,6 +42,10 @@ class Calibration:
     samples: int = 0
     restores: int = 0
     """Samples of bringing KV back to the device."""
+    moves: int = 0
+    """Samples of bringing KV from another engine."""
+    _moved: list[float] = field(default_factory=lambda: [0.0] * 5)
+    """Of those, weighted: count, tokens, tokens squared, seconds, tokens times seconds; tokens in thousands."""
     _gram: list[float] = field(default_factory=lambda: [0.0] * 6)
     """Upper triangle of the weighted x'x: 11 12 13 22 23 33."""
     _moment: list[float] = field(default_factory=lambda: [0.0] * 3)
@@ -74,6 +78,25 @@ class Calibration:
         prices = list(self.rates.restore)
         prices[at] += weight * (price - prices[at])
         self.rates.restore = (prices[0], prices[1], prices[2])
+
+    def moved(self, tokens: float, seconds: float) -> None:
+        """KV of ``tokens`` tokens came from another engine to an idle one ``seconds`` after it was asked for."""
+        if not (0 < seconds <= 600 and 0 < tokens <= LONGEST):
+            return
+        self.moves += 1
+        x = tokens / 1000.0
+        sums = self._moved
+        for at, value in enumerate((1.0, x, x * x, seconds, x * seconds)):
+            sums[at] = FADE * sums[at] + value
+        prior = self._prior
+        # The prior counts as samples at 0 and at 1,000 tokens, so that the line is never undetermined.
+        near, far = prior.handshake, prior.handshake + prior.transfer * 1e3
+        n, sx, sxx = sums[0] + 2 * PRIOR, sums[1] + PRIOR, sums[2] + PRIOR
+        sy, sxy = sums[3] + PRIOR * (near + far), sums[4] + PRIOR * far
+        slope = (n * sxy - sx * sy) / (n * sxx - sx * sx)
+        slope = min(max(slope, 0.0), 1.0)
+        self.rates.transfer = slope / 1e3
+        self.rates.handshake = min(max((sy - slope * sx) / n, 0.0), 10.0)
 
     def _solve(self) -> None:
         g11, g12, g13, g22, g23, g33 = self._gram
@@ -132,6 +155,7 @@ class Pace:
         self.own.base, self.own.token = kind.base * factor, kind.token * factor
         self.own.attention, self.own.decode = kind.attention * factor, kind.decode * factor
         self.own.restore = kind.restore
+        self.own.handshake, self.own.transfer = kind.handshake, kind.transfer
         return self.own
 
     def doubted(self, now: float) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 from gateway.engines import Ask, served_models, whole
 from gateway.workers import EventSource, Facts, Load, ServedModel
 
+BOOTSTRAP = 8998
+"""Port of a prefill engine's bootstrap server, by default."""
 RANKS = 1024
 """Data-parallel ranks of one worker that are believed."""
 
@@ -35,7 +37,13 @@ class SGLang:
         facts.max_running = whole(server.get("max_running_requests"))
         facts.kv_tokens = whole(server.get("max_total_num_tokens")) or _capacity(server)
         mode = info.get("disaggregation_mode") or server.get("disaggregation_mode")
-        facts.role = mode if mode in ("prefill", "decode") else None
+        if mode in ("prefill", "decode"):
+            facts.role, facts.protocol = mode, self.name
+            facts.bootstrap_port = whole(server.get("disaggregation_bootstrap_port")) or BOOTSTRAP
+            facts.keeps = mode == "prefill" or server.get("disaggregation_decode_enable_radix_cache") is True
+        facts.stores = server.get("disaggregation_decode_enable_offload_kvcache") is True or bool(
+            server.get("hicache_storage_backend")
+        )
         if server.get("enable_cache_report") is False:
             facts.missing.append("usage_details")
         if server.get("disable_radix_cache") is True:

@@ -5,6 +5,9 @@ from typing import Any
 from gateway.engines import Ask, by_rank, gauge, label, owner, served_models, whole
 from gateway.workers import EventSource, Facts, Load
 
+CONNECTORS = ("nixl", "mooncake")
+"""KV connectors that have metrics of their own, by the name of their protocol."""
+
 
 class VLLM:
     """Told by ``/version`` and by who owns its models; cache and load from ``/metrics``."""
@@ -39,6 +42,7 @@ class VLLM:
         facts.ranks = max(
             [rank + 1 for rank in by_rank(metrics.body, "vllm:num_requests_running", "engine")], default=1
         )
+        facts.protocol = next((name for name in CONNECTORS if f"vllm:{name}_".encode() in metrics.body), None)
         facts.started = gauge(metrics.body, "process_start_time_seconds").get("")
         facts.events = _sources((await ask("/kv_event_sources")).json())
         if not facts.events:

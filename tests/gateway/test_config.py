@@ -137,15 +137,52 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
     assert "known here: health, load, join" in found.message
 
 
+def test_pairs_are_read() -> None:
+    config = parse(
+        """
+disaggregation: {protocol: nixl, lease: 20s, bidirectional: true, keep: 5m}
+workers:
+  - {url: "http://a:1", role: prefill, bootstrap: "10.0.0.1:8998"}
+  - {url: "http://b:1", role: decode, protocol: mooncake, pool: blue, kv_source: "10.0.0.2:5710", shared_store: true}
+"""
+    )
+    told = config.disaggregation
+    assert (told.named, told.lease, told.bidirectional, told.keep) == ("nixl", 20.0, True, 300.0)
+    first, second = (worker.spec(told.named) for worker in config.workers)
+    assert (first.role, first.protocol, first.bootstrap) == ("prefill", "nixl", ("10.0.0.1", 8998))
+    assert (second.protocol, second.pool, second.source, second.stores) == (
+        "mooncake",
+        "blue",
+        ("10.0.0.2", 5710),
+        True,
+    )
+    assert parse("disaggregation: {protocol: auto}").disaggregation.named is None
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "cure"),
+    [
+        ('workers: [{url: "http://a:1", role: both}]', "workers[0].role", "prefill"),
+        ('workers: [{url: "http://a:1", protocol: ucx}]', "workers[0].protocol", "nixl"),
+        ('workers: [{url: "http://a:1", bootstrap: "a"}]', "workers[0].bootstrap", "host and port"),
+        ('workers: [{url: "http://a:1", kv_source: "http://a:1"}]', "workers[0].kv_source", "host and port"),
+        ("disaggregation: {protocol: fast}", "disaggregation.protocol", "sglang"),
+        ("disaggregation: {lease: 0s}", "disaggregation.lease", "more than 0"),
+        ("disaggregation: {keep: 0}", "disaggregation.keep", "more than 0"),
+    ],
+)
+def test_what_is_wrong_with_pairs_is_told_with_the_cure(text: str, key: str, cure: str) -> None:
+    found = only(text)
+    assert found.key == key
+    assert cure in found.message
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "models: {m: {tokenizer: /t.json}}",
         "models: {m: {template: /t.jinja}}",
-        'workers: [{url: "http://a:1", role: prefill}]',
-        'workers: [{url: "http://a:1", role: decode}]',
         "discovery: {source: kubernetes}",
-        "disaggregation: {protocol: auto}",
         "tenants: [{name: a, keys: [k], shadow: {policy: random, share: 0.1}}]",
         "tenants: [{name: a, keys: [k], limits: {concurrency: 64}}]",
         "tenants: [{name: a, keys: [k], priority: bulk}]",
@@ -189,7 +226,7 @@ def test_all_problems_of_meaning_are_told_at_once_too() -> None:
 policy: nonsense
 listen: {port: 70000}
 workers:
-  - {url: "ftp://a", engine: nonsense, role: prefill}
+  - {url: "ftp://a", engine: nonsense, role: nonsense}
 tenants:
   - {name: a}
 """

@@ -402,13 +402,60 @@ async def test_what_is_configured_wins_over_what_is_detected() -> None:
     assert worker.role == "unified"
 
 
-async def test_a_worker_of_another_role_is_not_sent_whole_requests() -> None:
-    fleet = Fleet(Clock())
-    for at, role in enumerate(("prefill", "decode")):
+def staged(fleet: Fleet, *roles: str, protocol: str) -> list[Worker]:
+    workers = []
+    for at, role in enumerate(roles):
         worker = fleet.add(WorkerSpec(f"http://a:{at + 1}"))
-        describe(fleet, worker, role=role)
+        describe(fleet, worker, role=role, protocol=protocol)
         fleet.set_state(worker, State.READY, "x")
-    assert fleet.view("sim") is None
+        workers.append(worker)
+    return workers
+
+
+def seen(fleet: Fleet, tried: tuple[int, ...] = ()) -> tuple[list[str], list[str]] | None:
+    """Roles of those that may generate, and of those that may compute for them."""
+    view = fleet.view("sim", tried)
+    if view is None:
+        return None
+    return [t.role for t in view.targets], [t.role for t in view.prefill.targets] if view.prefill else []
+
+
+async def test_prefill_workers_stand_before_those_that_generate() -> None:
+    fleet = Fleet(Clock())
+    staged(fleet, "prefill", "decode", "unified", protocol="nixl")
+    assert seen(fleet) == (["decode", "unified"], ["prefill"])
+
+
+async def test_without_one_stage_whoever_can_serve_does_it_all() -> None:
+    fleet = Fleet(Clock())
+    prefill, decode = staged(fleet, "prefill", "decode", protocol="nixl")
+    fleet.set_state(prefill, State.DOWN, "x")
+    assert seen(fleet) == (["decode"], [])
+    fleet.set_state(prefill, State.READY, "x")
+    fleet.set_state(decode, State.DOWN, "x")
+    assert seen(fleet) == (["prefill"], []), "such an engine can generate as well"
+
+
+async def test_engines_that_serve_in_pairs_only_serve_nothing_alone_and_the_stage_that_lacks_is_named() -> None:
+    fleet = Fleet(Clock())
+    prefill, decode = staged(fleet, "prefill", "decode", protocol="sglang")
+    assert seen(fleet) == (["decode"], ["prefill"])
+    assert fleet.lacks("sim") is None
+    fleet.set_state(prefill, State.DOWN, "x")
+    assert seen(fleet) is None
+    assert fleet.lacks("sim") == "prefill"
+    fleet.set_state(prefill, State.READY, "x")
+    assert seen(fleet, (decode.targets[0].id,)) is None
+    assert fleet.lacks("sim", (decode.targets[0].id,)) == "decode"
+
+
+async def test_a_pair_is_of_one_pool() -> None:
+    fleet = Fleet(Clock())
+    for at, (role, pool) in enumerate((("prefill", "a"), ("decode", "b"))):
+        worker = fleet.add(WorkerSpec(f"http://a:{at + 1}", role=role, pool=pool))
+        describe(fleet, worker, protocol="nixl")
+        fleet.set_state(worker, State.READY, "x")
+    assert seen(fleet) == (["decode"], [])
 
 
 async def test_a_removed_worker_leaves_nothing() -> None:

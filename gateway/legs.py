@@ -1,0 +1,461 @@
+"""Running a pair: the steps of a protocol (`gateway.disagg`) for one attempt of one exchange.
+
+The decode engine's part is the exchange's own: its answer is the client's. The prefill engine's is a `Leg`, whose answer the
+client never sees. `Legs` runs the steps between them and ends what is left when one fails:
+
+    sequential   leg answers -> its answer makes the decode engine's request -> the exchange sends that
+    concurrent   both are sent; the leg's answer is of no use but for its logprobs
+
+First failure ends both: connections are closed, and engines that need to be told are told (`Protocol.abort`), because a
+partner that is left alone keeps KV for minutes. What the prefill engine computed stays good if the decode engine never saw the
+request: it is handed to another one while its lease lasts (`Handed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from gateway.disagg import End, Pair, Protocol, Send, Steps
+from gateway.errors import (
+    Fault,
+    GatewayFault,
+    Internal,
+    Malformed,
+    Reset,
+    Stalled,
+    WorkerFault,
+)
+from gateway.http import wire
+from gateway.http.upstream import Outbound
+from gateway.workers import Charge, State, Target, Worker
+from policies.base import Role
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
+
+STALE = 2.0
+"""Seconds after sending within which a reused connection that ends was closed before the worker saw the request."""
+LINGER = 30.0
+"""Seconds for which a prefill engine may still answer when the client has its answer."""
+LARGEST = 16 * 1024 * 1024
+"""Bytes of a prefill engine's answer that are kept; logprobs of long prompts are large."""
+TAPE = 4 * 1024 * 1024
+"""Bytes of an answer that are kept whole to learn its token ids."""
+GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class Handed(NamedTuple):
+    """A prompt's KV that waits on its prefill engine for somebody to fetch it."""
+
+    prefill: Target
+    answer: bytes
+    until: float
+
+
+class Leg:
+    """The prefill engine's part. Is the `Receiver` of its connection."""
+
+    __slots__ = (
+        "answered",
+        "body",
+        "charge",
+        "connection",
+        "deadline",
+        "fields",
+        "legs",
+        "over",
+        "pieces",
+        "resent",
+        "sent_at",
+        "size",
+        "status",
+        "target",
+        "task",
+    )
+
+    def __init__(self, legs: Legs, target: Target, charge: Charge | None, body: bytes) -> None:
+        self.legs = legs
+        self.target = target
+        self.charge = charge
+        self.body = body
+        self.connection: Outbound | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.status = 0
+        self.fields: list[tuple[bytes, bytes]] = []
+        self.pieces: list[bytes] = []
+        self.size = 0
+        self.over = False
+        self.answered = False
+        """Whether it ended with an answer."""
+        self.resent = False
+        self.sent_at = 0.0
+        self.deadline = inf
+
+    def open(self) -> None:
+        """Send it."""
+        gateway = self.legs.exchange.gateway
+        self.sent_at = now = gateway.clock()
+        self.deadline = now + gateway.limits_out.first_byte_seconds
+        connection = self.target.worker.pool.take()
+        if connection is not None:
+            self._send(connection)
+        else:
+            self.task = gateway.loop.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        try:
+            connection = await self.target.worker.pool.connect()
+        except (WorkerFault, GatewayFault) as fault:
+            self.task = None
+            self._fail(fault)
+            return
+        except Exception:
+            self.task = None
+            self.legs.exchange.gateway.defect("connecting to a prefill worker")
+            self._fail(Internal("the gateway failed; its log says why"))
+            return
+        self.task = None
+        if self.over:
+            connection.close()
+        elif self.target.worker.state is State.DOWN:
+            connection.close()
+            self._fail(Reset("the worker went down"))
+        else:
+            self._send(connection)
+
+    def _send(self, connection: Outbound) -> None:
+        exchange = self.legs.exchange
+        worker = self.target.worker
+        self.connection = connection
+        self.sent_at = exchange.gateway.clock()
+        head = wire.request_head(
+            exchange.incoming,
+            worker.base,
+            worker.authority.encode(),
+            len(self.body),
+            exchange.request_id,
+            worker.spec.api_key,
+            exchange.gateway.tenants.keyed,
+            self.target.rank if len(worker.targets) > 1 else None,
+        )
+        connection.request(self, head, self.body)
+
+    # -- Receiver ---------------------------------------------------------------------------------------------------
+
+    def response_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
+        """Final status and fields."""
+        self.status, self.fields = status, fields
+
+    def response_data(self, data: bytes) -> None:
+        """Kept up to a bound where somebody will read it."""
+        if self.status >= 400 or self.legs.reads:
+            self.size += len(data)
+            if self.size <= LARGEST:
+                self.pieces.append(data)
+
+    def response_end(self) -> None:
+        """It answered."""
+        self.connection = None
+        self.body = b""
+        if self.over:
+            return
+        self.over = True
+        body = b"".join(self.pieces)
+        self.pieces = []
+        if self.size > LARGEST:
+            self.legs.prefill_failed(Malformed("the prefill worker's answer is too large"))
+        elif self.status >= 400:
+            self.legs.prefill_refused(self.status, self.fields, body)
+        else:
+            self.answered = True
+            self.legs.prefilled(body)
+
+    def response_failed(self, fault: WorkerFault) -> None:
+        """It will not answer."""
+        connection, self.connection = self.connection, None
+        gateway = self.legs.exchange.gateway
+        stale = connection is not None and not connection.fresh and not connection.answered
+        if stale and not self.resent and not self.over and gateway.clock() - self.sent_at < STALE:
+            self.resent = True
+            gateway.metrics.resends.add((gateway.label(self.target),))
+            self.task = gateway.loop.create_task(self._connect())
+            return
+        self._fail(fault)
+
+    def worker_slow(self) -> None:
+        """It is bounded and in memory already."""
+
+    def _fail(self, fault: Fault) -> None:
+        if not self.over:
+            self.over = True
+            self.legs.prefill_failed(fault)
+
+    def close(self) -> None:
+        """Nobody waits for it any more: an abort for the engine."""
+        self.over = True
+        self.body, self.pieces = b"", []
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
+        task, self.task = self.task, None
+        if task is not None:
+            task.cancel()
+
+
+class Legs:
+    """One attempt with a pair; see the module's head."""
+
+    __slots__ = (
+        "answer",
+        "charge",
+        "context",
+        "decode",
+        "decode_body",
+        "decode_sent",
+        "ended",
+        "exchange",
+        "ids",
+        "leg",
+        "moved",
+        "pair",
+        "prefill",
+        "protocol",
+        "reads",
+        "sequential",
+        "steps",
+        "tells_ids",
+        "until",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        protocol: Protocol,
+        prefill: Target,
+        decode: Target,
+        *,
+        context: int = 0,
+        moved: int = 0,
+        lent: bytes | None = None,
+        handed: Handed | None = None,
+        tells_ids: bool = False,
+    ) -> None:
+        self.exchange = exchange
+        self.protocol = protocol
+        self.prefill = prefill
+        self.decode = decode
+        self.context = context
+        """Tokens that the prefill engine is believed to hold."""
+        self.moved = moved
+        """Tokens that the decode engine must get."""
+        self.tells_ids = tells_ids
+        self.ids: bytes | None = None
+        """Token ids of the prompt, as the prefill engine told them."""
+        self.leg: Leg | None = None
+        self.charge: Charge | None = None
+        self.decode_body = b""
+        self.decode_sent = False
+        """The decode engine may have seen its request."""
+        self.sequential = False
+        self.reads = True
+        """The prefill engine's answer is of use."""
+        self.ended = False
+        self.answer: bytes | None = None if handed is None else handed.answer
+        """The prefill engine's, in sequential protocols."""
+        self.until = inf if handed is None else handed.until
+        """When what the prefill engine holds for the decode engine is given up."""
+        body = exchange.gateway.body_for(exchange, decode)
+        attempt = (exchange.ask.request.draw + GOLDEN * exchange.attempts) & _MASK
+        self.pair = Pair(
+            end_of(prefill),
+            end_of(decode),
+            exchange.route.kind,
+            body,
+            exchange.request_id.decode("latin-1"),
+            attempt,
+            lent,
+            tells_ids,
+        )
+        self.steps: Steps = protocol.steps(self.pair)
+
+    def begin(self, tokens: int) -> None:
+        """Charge both and send the first step. Raises `Fault`."""
+        gateway = self.exchange.gateway
+        if self.answer is None:
+            self.charge = gateway.fleet.dispatch(self.prefill, tokens - self.context, self.context, True)
+        self._step(next(self.steps))
+
+    def _step(self, sends: list[Send]) -> None:
+        alone = len(sends) == 1
+        for send in sends:
+            if send.role is Role.DECODE:
+                self.decode_body = send.body
+                self.exchange.open()
+                continue
+            if alone:
+                self.sequential = True
+                if self.answer is not None:
+                    self._next(self.answer)
+                    return
+            else:
+                self.reads = wants_logprobs(self.pair)
+            self.leg = Leg(self, self.prefill, self.charge, send.body)
+            self.exchange.deadline = (
+                inf
+                if not alone
+                else self.exchange.gateway.clock() + (self.exchange.gateway.limits_out.first_byte_seconds)
+            )
+            self.leg.open()
+
+    def _next(self, answer: bytes) -> None:
+        try:
+            sends = self.steps.send(answer)
+        except StopIteration:
+            return
+        self._step(sends)
+
+    # -- the prefill engine -----------------------------------------------------------------------------------------
+
+    def prefilled(self, body: bytes) -> None:
+        """It computed the prompt."""
+        exchange = self.exchange
+        gateway = exchange.gateway
+        gateway.pairs.prefilled(self, body)
+        if self.ended:
+            gateway.pairs.lingering.discard(self)
+            return
+        if not self.sequential:
+            return
+        self.answer = body
+        if self.protocol.lease is not None:
+            self.until = gateway.clock() + min(self.protocol.lease, gateway.pairs.lease)
+        try:
+            self._next(body)
+        except Fault as fault:
+            self.prefill_failed(fault)
+        except Exception:
+            gateway.defect("going on from a prefill worker's answer")
+            self.prefill_failed(Internal("the gateway failed; its log says why"))
+
+    def prefill_refused(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """It answered with an error."""
+        self.release()
+        if self.ended:
+            self.exchange.gateway.pairs.lingering.discard(self)
+            return
+        self.exchange.prefill_refused(status, fields, body)
+
+    def prefill_failed(self, fault: Fault) -> None:
+        """It will not answer."""
+        self.release()
+        if self.ended:
+            self.exchange.gateway.pairs.lingering.discard(self)
+            return
+        self.exchange.prefill_failed(fault)
+
+    @property
+    def waits(self) -> bool:
+        """The prefill engine has not answered yet."""
+        return self.leg is not None and not self.leg.over
+
+    @property
+    def before_decode(self) -> bool:
+        """The decode engine was not even asked yet."""
+        return self.sequential and not self.decode_body
+
+    def overdue(self, now: float) -> bool:
+        """The prefill engine did not answer in time."""
+        return self.leg is not None and not self.leg.over and now > self.leg.deadline
+
+    def worker_down(self, worker: Worker) -> None:
+        """A worker does not answer any more: if it is the prefill engine's, and its part is not done, that is over."""
+        if self.prefill.worker is worker and self.leg is not None and not self.leg.over:
+            self.leg.close()
+            self.prefill_failed(Reset("the worker went down"))
+
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    def handed(self, now: float) -> Handed | None:
+        """What another decode engine can still fetch: the present one never saw the request."""
+        if self.answer is None or self.decode_sent or now >= self.until or self.prefill.worker.state is State.DOWN:
+            return None
+        return Handed(self.prefill, self.answer, self.until)
+
+    def release(self) -> None:
+        """The prefill engine's charge ends; safe to call again."""
+        charge, self.charge = self.charge, None
+        if charge is not None:
+            self.exchange.gateway.fleet.release(charge)
+
+    def end(self, decode_done: bool = False) -> None:
+        """Nothing of it goes on. ``decode_done``: the decode engine answered to the end, so the prefill engine may too."""
+        if self.ended:
+            return
+        self.ended = True
+        gateway = self.exchange.gateway
+        leg = self.leg
+        running = leg is not None and not leg.over
+        if decode_done:
+            self.release()
+            if running and leg is not None:
+                leg.deadline = gateway.clock() + LINGER
+                gateway.pairs.lingering.add(self)
+            return
+        self.release()
+        if leg is not None:
+            leg.close()
+        told = self.protocol.abort(self.pair)
+        if told is not None:
+            if running:
+                gateway.pairs.notify(self.prefill.worker, *told)
+            if self.decode_sent:
+                gateway.pairs.notify(self.decode.worker, *told)
+
+    def give_up(self, now: float) -> bool:
+        """Of one that lingers: whether it is over."""
+        if self.leg is not None and not self.leg.over and now <= self.leg.deadline:
+            return False
+        if self.leg is not None:
+            self.leg.close()
+        return True
+
+
+class Tape(deque[bytes]):
+    """All pieces of an answer, while they are less than a bound; then the last few, as of any other."""
+
+    size = 0
+
+    def append(self, piece: bytes, /) -> None:
+        """One more piece."""
+        super().append(piece)
+        self.size += len(piece)
+        if self.size > TAPE:
+            while len(self) > 4:
+                self.popleft()
+
+
+def stalled() -> Stalled:
+    """The prefill engine's silence."""
+    return Stalled("the prefill worker did not answer in time")
+
+
+def end_of(target: Target) -> End:
+    """``target`` as protocols see it."""
+    worker = target.worker
+    ids = worker.engine_ids
+    return End(
+        worker.host,
+        target.rank,
+        len(worker.targets),
+        worker.bootstrap,
+        ids[target.rank] if target.rank < len(ids) else None,
+    )
+
+
+def wants_logprobs(pair: Pair) -> bool:
+    """Whether the prompt's logprobs, which only the prefill engine has, are asked for."""
+    return pair.kind == "generate" and b'"return_logprob"' in pair.body

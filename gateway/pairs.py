@@ -1,0 +1,208 @@
+"""What all pairs of prefill and decode engines share: their protocols, whose fault a failure was, what is learned of transfers.
+
+An error of a decode engine that was handed KV does not always tell whose it is: the KV may not have been there, or the engine
+may be broken. So who failed with whom is kept for each engine until it succeeds with somebody: the one that fails with more
+partners is guilty, and while both fail with one only, nobody is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gateway.disagg import all_protocols
+from gateway.disagg.nixl import offered, read
+from gateway.errors import Fault, ServerError, WorkerFault
+from gateway.legs import Handed, Legs
+from gateway.notice import post
+from gateway.workers import Target, Worker
+from policies.base import Choice, Role
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+    from gateway.config import Disaggregation
+    from gateway.exchange import Exchange
+
+log = logging.getLogger("warmroute")
+
+NOTICES = 1024
+"""Aborts that may be on their way at a time."""
+
+
+class Pairs:
+    """See the module's head."""
+
+    def __init__(self, gateway: Gateway, told: Disaggregation) -> None:
+        self.gateway = gateway
+        self.lease = told.lease
+        self.bidirectional = told.bidirectional
+        self.keep = told.keep
+        self.protocols = all_protocols()
+        self.lingering: set[Legs] = set()
+        """Those whose client has its answer while the prefill engine still answers."""
+        self._notices: set[asyncio.Task[int | None]] = set()
+
+    # -- beginning --------------------------------------------------------------------------------------------------
+
+    def takes(self, kind: str, body: bytes) -> Callable[[str], bool]:
+        """Whether a protocol can split a request of that route and body; each is asked once."""
+        known: dict[str, bool] = {}
+
+        def takes(name: str) -> bool:
+            found = known.get(name)
+            if found is None:
+                protocol = self.protocols.get(name)
+                found = known[name] = protocol is not None and protocol.takes(kind, body)
+            return found
+
+        return takes
+
+    def legs(self, exchange: Exchange, choice: Choice, handed: Handed | None) -> Legs:
+        """The two parts of an attempt. Raises `Fault`."""
+        prefill, decode = choice.prefill, choice.target
+        assert isinstance(prefill, Target)
+        assert isinstance(decode, Target)
+        protocol = self.protocols[prefill.worker.protocol or ""]
+        ask = exchange.ask
+        tokens = ask.request.tokens or 0
+        held = ask.request.holdings.get(decode.id, 0)
+        lent = None
+        if choice.source is not None and handed is None and ask.session is not None:
+            offer = self.gateway.routing.offers.fits(ask.session.key, ask.ids or b"", self.gateway.clock())
+            if offer is not None:
+                lent = offer.params
+                self.gateway.metrics.pair_returns.add((ask.model_name, "used"))
+                # Once: the decode engine lets go of it when it is read, and whoever reads it later reads others' KV.
+                self.gateway.routing.offers.drop(ask.session.key)
+        if held > ask.context:
+            self.gateway.metrics.pair_recomputed.add((ask.model_name,), held - ask.context)
+        return Legs(
+            exchange,
+            protocol,
+            prefill,
+            decode,
+            context=ask.context,
+            moved=max(0, tokens - held),
+            lent=lent,
+            handed=handed,
+            tells_ids=self.bidirectional and protocol.name == "nixl" and bool(ask.ids) and ask.session is not None,
+        )
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def prefilled(self, legs: Legs, body: bytes) -> None:
+        """The prefill engine computed the prompt."""
+        gateway, exchange, leg = self.gateway, legs.exchange, legs.leg
+        now = gateway.clock()
+        charge = legs.charge
+        legs.release()
+        gateway.fleet.succeeded(legs.prefill)
+        gateway.routing.prefilled(exchange.ask, legs.prefill, now)
+        if not legs.sequential or leg is None:
+            return
+        if legs.tells_ids:
+            told = read(body)
+            legs.ids = None if told is None else told.prompt
+        if charge is None or not charge.alone or legs.pair.lent is not None:
+            return
+        usage = exchange.dialect.usage(body, False)
+        seconds = now - leg.sent_at
+        if usage is not None and usage.prompt is not None and usage.cached is not None:
+            gateway.fleet.learn(legs.prefill, usage.prompt - usage.cached, usage.cached, seconds)
+        elif exchange.ask.request.tokens is not None:
+            gateway.fleet.learn(legs.prefill, charge.uncached, charge.context, seconds)
+
+    def begun(self, exchange: Exchange, legs: Legs) -> None:
+        """The decode engine generates: the KV is there."""
+        legs.prefill.failed_with.clear()
+        legs.decode.failed_with.clear()
+        charge = legs.charge
+        if charge is not None:
+            # Its part is done, whether or not it has said so yet.
+            self.gateway.fleet.first_byte(charge)
+            legs.release()
+        if not legs.sequential:
+            return
+        seconds = exchange.first_at - exchange.sent_at
+        self.gateway.metrics.transfer.observe((exchange.ask.model_name,), seconds)
+        if exchange.charge is not None and exchange.charge.alone and legs.moved:
+            legs.decode.calibration.moved(legs.moved, seconds)
+
+    def ended(self, exchange: Exchange, legs: Legs) -> None:
+        """The answer is complete: keep what the decode engine offers for the session's next turn."""
+        ask = exchange.ask
+        session = ask.session
+        if not legs.tells_ids or session is None or not ask.ids:
+            return
+        gateway = self.gateway
+        found = offered(exchange.tail, exchange.events)
+        if found is None:
+            return
+        if legs.ids != ask.ids:
+            # What cannot be compared, or was rendered otherwise, is not safe to go on from.
+            why = "untold" if legs.ids is None else "rendered_otherwise"
+            gateway.metrics.pair_returns.add((ask.model_name, why))
+            return
+        tokens, params, said = found
+        gateway.metrics.pair_returns.add((ask.model_name, "offered"))
+        until, at = gateway.clock() + self.keep, legs.decode
+        gateway.routing.offers.put(session.key, at.id, at.epoch, params, ask.ids + said, tokens, until)
+
+    # -- failing ----------------------------------------------------------------------------------------------------
+
+    def failed(self, legs: Legs, fault: Fault, by: Target, message: str) -> Target | None:
+        """One of a pair failed before the answer began, ``by`` as it seems; whose fault it is, ``None`` if nobody can tell."""
+        gateway = self.gateway
+        guilty: Target | None = by
+        stage = "prefill"
+        if by is legs.decode:
+            stage = "decode"
+            if isinstance(fault, ServerError) and legs.decode_sent:
+                blamed = legs.protocol.blames(message)
+                if blamed is not None:
+                    guilty = legs.prefill if blamed is Role.PREFILL else legs.decode
+                    stage = "transfer"
+                elif legs.answer is not None:
+                    stage, guilty = "transfer", self._guilty(legs)
+        side = "unknown" if guilty is None else str(Role.PREFILL if guilty is legs.prefill else Role.DECODE)
+        if isinstance(fault, WorkerFault):
+            gateway.metrics.pair_failures.add((legs.exchange.ask.model_name, side, stage))
+        return guilty
+
+    def _guilty(self, legs: Legs) -> Target | None:
+        prefill, decode = legs.prefill, legs.decode
+        prefill.failed_with.add(decode.id)
+        decode.failed_with.add(prefill.id)
+        with_prefill, with_decode = len(prefill.failed_with), len(decode.failed_with)
+        if with_prefill == with_decode:
+            return None
+        return prefill if with_prefill > with_decode else decode
+
+    def notify(self, worker: Worker, path: str, body: bytes) -> None:
+        """Tell ``worker`` something that needs no answer; dropped when too much is on its way already."""
+        if len(self._notices) >= NOTICES:
+            return
+        task = self.gateway.loop.create_task(post(worker, path, body))
+        self._notices.add(task)
+        task.add_done_callback(self._notices.discard)
+
+    # -- upkeep -----------------------------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> None:
+        """Upkeep: what lingers, offers that are over."""
+        self.lingering = {legs for legs in self.lingering if not legs.give_up(now)}
+        self.gateway.routing.offers.sweep(now)
+
+    async def stop(self) -> None:
+        """End what is still on its way."""
+        for legs in self.lingering:
+            legs.give_up(float("inf"))
+        self.lingering.clear()
+        notices = list(self._notices)
+        if notices:
+            await asyncio.wait(notices, timeout=1.0)
+        for task in notices:
+            task.cancel()
+        await asyncio.gather(*notices, return_exceptions=True)
