@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from policies.base import Fleet, Rates, Request, Target, rendezvous
+from policies.base import Fleet, Rates, Request, Role, Target, rendezvous
 
 KIND = Rates()
 
@@ -96,3 +96,86 @@ def asked(draw: st.DrawFn, **options: Any) -> tuple[Fleet, Request]:
 def preferred(key: int, fleet: Fleet) -> Target:
     """Rendezvous: the highest score."""
     return rendezvous(key, fleet.targets)
+
+
+def decoder(id: int, **fields: Any) -> Target:
+    """A decode engine of pool ``a``, able to serve whole, unless told otherwise."""
+    return target(id, role=Role.DECODE, **{"pool": "a", "name": f"decode-{id}", **fields})
+
+
+def prefiller(id: int, **fields: Any) -> Target:
+    """A prefill engine of pool ``a``, unless told otherwise."""
+    return target(id, role=Role.PREFILL, whole=False, **{"pool": "a", "name": f"prefill-{id}", **fields})
+
+
+def split(decode: list[Target], prefill: list[Target]) -> Fleet:
+    """Who generates (decode engines, unified ones) and who may compute prompts for them."""
+    return Fleet(decode, Fleet(prefill))
+
+
+def everyone(fleet: Fleet) -> tuple[Target, ...]:
+    """Of both sides."""
+    return (*fleet.targets, *(fleet.prefill.targets if fleet.prefill else ()))
+
+
+@st.composite
+def split_fleets(draw: st.DrawFn, queues: bool = True) -> Fleet:
+    """Random fleets of one pool or two; only what can serve a request is in them. ``queues``: decode engines may have some."""
+    kinds = draw(st.lists(rates, min_size=1, max_size=2))
+    pools = draw(st.sampled_from([["a"], ["a", "b"]]))
+
+    def one(make: Any, id: int, queue: bool = True, **fields: Any) -> Target:
+        """A prefill engine generates nothing."""
+        wait = draw(seconds) if queue else 0.0
+        room = draw(st.none() | st.integers(100, 300_000))
+        made: Target = make(
+            id,
+            rates=draw(st.sampled_from(kinds)),
+            wait=wait,
+            head=draw(st.sampled_from([0.0, 0.5, 1.0])) * wait,
+            since=draw(st.floats(-30, 0)),
+            running=draw(st.integers(0, 50)),
+            busy=0.0 if make is prefiller else float(draw(st.integers(0, 50))),
+            homes=draw(st.integers(0, 40)),
+            room=room,
+            active=float(draw(st.integers(0, 200_000))),
+            **fields,
+        )
+        return made
+
+    prefill = [one(prefiller, 100 + at, pool=draw(st.sampled_from(pools))) for at in range(draw(st.integers(1, 4)))]
+    fed = {each.pool for each in prefill}
+    decode = []
+    for at in range(draw(st.integers(0, 4))):
+        pool = draw(st.sampled_from(pools))
+        decode.append(one(decoder, at, queues, pool=pool, whole=pool not in fed or draw(st.booleans())))
+    least = 0 if decode else 1
+    unified = [one(target, 50 + at, pool=draw(st.sampled_from(pools))) for at in range(draw(st.integers(least, 2)))]
+    return split(draw(st.permutations(decode + unified)), prefill)
+
+
+@st.composite
+def split_requests(draw: st.DrawFn, fleet: Fleet) -> Request:
+    """As `requests`, with partners; a home that generated alone in its pool can lend."""
+    assert fleet.prefill is not None
+    request = draw(requests(fleet))
+    ids = st.sampled_from([each.id for each in everyone(fleet)] + [1001])
+    request.holdings = draw(st.dictionaries(ids, st.integers(0, 250_000), max_size=8))
+    tokens = request.tokens or 0
+    if request.session is not None:
+        request.partner = draw(st.none() | st.sampled_from([each.id for each in fleet.prefill.targets] + [1002]))
+        request.away = request.home == 1001 and draw(st.booleans())
+    home = next((each for each in fleet.targets if each.id == request.home), None)
+    one_pool = len({each.pool for each in everyone(fleet)}) == 1
+    if home is not None and home.role is Role.DECODE and one_pool:
+        request.lent = draw(st.just(0) | st.integers(0, tokens))
+    for each in fleet.prefill.targets:
+        if held := min(request.holdings.get(each.id, 0), tokens):
+            request.restored = {**request.restored, each.id: (draw(st.integers(0, held)), 0, 0)}
+    return request
+
+
+@st.composite
+def split_asked(draw: st.DrawFn, **options: Any) -> tuple[Fleet, Request]:
+    fleet = draw(split_fleets(**options))
+    return fleet, draw(split_requests(fleet))
