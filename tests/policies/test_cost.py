@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from policies.base import Rates, Request, Terms
+from policies.base import Rates, Request, Terms, load
 from policies.cost import EXPECTED_OUTPUT, memory
-from tests.policies.fleets import KIND, decoder
+from tests.policies.fleets import KIND, decoder, prefiller, split, target
 
 
 def test_memory_is_the_time_until_running_answers_make_room() -> None:
@@ -48,3 +48,16 @@ def test_memory_never_shrinks_with_what_is_active_or_asked(tokens: int, room: in
     if tokens + EXPECTED_OUTPUT <= room:
         # More that runs, more to wait for; where the prompt fits at all.
         assert memory(Request(7, tokens=tokens), decoder(0, room=room, active=active + more)) >= before - 1e-12
+
+
+def test_thrift_makes_a_prefill_count_more_in_each_way_of_a_disaggregated_fleet() -> None:
+    request = Request(7, tokens=30_000, session=5, home=0, holdings={0: 25_000, 50: 9_000}, lent=20_000)
+    targets = split([decoder(0, busy=30.0), target(50)], [prefiller(100)])
+    rows = load("disaggregated", {"thrift": 2.0}).explain(request, targets, 0.0)
+    seen = {(row.target.id, row.prefill is not None): row.terms for row in rows}
+    assert set(seen) == {(0, True), (0, False), (50, False)}
+    for way, held in (((0, True), 20_000), ((0, False), 25_000), ((50, False), 9_000)):
+        found = seen[way]
+        assert found is not None
+        assert found.prefill == pytest.approx(KIND.prefill(30_000 - held, held))
+        assert found.delay == pytest.approx(2.0 * found.prefill)
