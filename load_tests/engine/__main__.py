@@ -103,6 +103,7 @@ def _connector_flags(arguments: argparse.ArgumentParser) -> None:
     add("--bootstrap-timeout", type=float, default=300.0, metavar="S", help="sglang: prefill waits for decode")
     add("--waiting-timeout", type=float, default=300.0, metavar="S", help="sglang: decode waits for KV")
     add("--heartbeat", type=float, default=5.0, metavar="S", help="sglang: decode asks whether prefill lives")
+    add("--shared-dir", default="", metavar="DIR", help="shared: the folder that engines have in common")
     add("--decode-radix", action="store_true", help="sglang: decode engines keep a prefix cache")
     add(
         "--load-failure", choices=LOAD_FAILURES, default="fail", help="what becomes of a request whose KV does not come"
@@ -159,6 +160,7 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         waiting_timeout=arguments.waiting_timeout,
         heartbeat=arguments.heartbeat,
         decode_radix=arguments.decode_radix,
+        shared_dir=arguments.shared_dir,
         rates=Rates(
             base=arguments.step_seconds,
             token=arguments.token_seconds,

@@ -58,6 +58,7 @@ class Core:
         self.responses: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.jobs: dict[str, Job] = {}
         self.connector = make_connector(self.options, self.faults, self.traffic, self._side_port)
+        self.connector.serve(self.ranks)
 
     @property
     def busy(self) -> bool:

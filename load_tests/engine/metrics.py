@@ -141,8 +141,8 @@ def render(
     for number, (scheduler, measures) in enumerate(ranks):
         page.labelled(engine=str(number))
         _vllm(page, options, scheduler, measures)
-        if number == 0 and traffic is not None and options.connector == "nixl":
-            _nixl(page, traffic)
+        if number == 0 and traffic is not None:
+            _transfers(page, options.connector, traffic)
     process = Page("", {})
     process.gauge("process_start_time_seconds", started)
     return process.text() + page.text()
@@ -203,8 +203,17 @@ def _vllm(page: Page, options: EngineOptions, scheduler: Scheduler, measures: Me
     )
 
 
-def _nixl(page: Page, traffic: Traffic) -> None:
+def _transfers(page: Page, connector: str, traffic: Traffic) -> None:
     """Seconds are those that passed, not scaled."""
+    if connector == "mooncake":
+        page.family("mooncake_xfer_time_seconds", "histogram", ())
+        page.sample("mooncake_xfer_time_seconds_count", traffic.out_count)
+        page.sample("mooncake_xfer_time_seconds_sum", traffic.out_seconds)
+        page.counter("mooncake_num_failed_transfers", traffic.out_failed)
+        page.counter("mooncake_num_failed_recvs", traffic.in_failed)
+        page.counter("mooncake_num_kv_expired_reqs", traffic.expired)
+    if connector != "nixl":
+        return
     page.family("nixl_xfer_time_seconds", "histogram", ())
     page.sample("nixl_xfer_time_seconds_count", traffic.in_count)
     page.sample("nixl_xfer_time_seconds_sum", traffic.in_seconds)

@@ -14,7 +14,7 @@ Role = Literal["unified", "prefill", "decode"]
 EventFormat = Literal["map", "positional"]
 EventHashes = Literal["int", "bytes"]
 OffloadEvents = Literal["placeholder", "full"]
-ConnectorName = Literal["", "none", "nixl", "bootstrap"]
+ConnectorName = Literal["", "none", "nixl", "mooncake", "shared", "p2p", "bootstrap"]
 LoadFailure = Literal["fail", "recompute"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -59,13 +59,14 @@ class EngineOptions:
     instead of 64-bit numbers. Both are vllm's only. short_pages, sglang's only, tells of the last page of a finished
     sequence when it is not full as well: an event whose block_size is less than the page, which no hit ever reaches.
 
-    connector exchanges KV with other engines: vllm's "nixl", sglang's "bootstrap"; "" is that of the dialect where the
-    role is not unified, and none otherwise. Its side channel or bootstrap server listens on side_port (0: a free one).
-    engine_id "" is another with every start.
+    connector exchanges KV with other engines: vllm's "nixl", "mooncake", "shared" and "p2p", sglang's "bootstrap"; "" is
+    nixl or bootstrap where the role is not unified, and none otherwise. Its side channel or bootstrap server listens on
+    side_port (0: a free one). engine_id "" is another with every start.
     Kept KV is given back after lease, or blocks_ttl on a decode engine with ``bidirectional``; both are in real seconds,
     whatever time_scale is, as those who count them have clocks of their own. load_failure is what happens to a request
     whose KV does not come. Likewise in real seconds: a prefill engine of sglang waits bootstrap_timeout for the decode
     engine, that waits waiting_timeout for the KV, and asks every ``heartbeat`` whether the other is alive, twice.
+    shared_dir is the folder that engines with connector shared have in common; "" is the memory of their process.
     decode_radix lets sglang's decode engine keep a prefix cache.
     """
 
@@ -117,6 +118,7 @@ class EngineOptions:
     waiting_timeout: float = 300.0
     heartbeat: float = 5.0
     decode_radix: bool = False
+    shared_dir: str = ""
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:

@@ -16,10 +16,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from load_tests.engine.disagg.side import SideError
+from load_tests.engine.disagg.web import Web
 from load_tests.engine.options import EngineOptions
 
 # Rooms are forgotten after this many seconds, and the oldest beyond this many.
@@ -30,7 +30,7 @@ FIELDS = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_ran
 
 @dataclass(frozen=True, slots=True)
 class PrefillInfo:
-    """What a decode engine has to know of a prefill engine. ``addresses``: host and port by rank, as they are asked."""
+    """What a decode engine has to know of a prefill engine."""
 
     dp_size: int
     page_size: int
@@ -148,22 +148,15 @@ class BootstrapServer:
         return web.json_response({room: rank for room, rank in found.items() if rank is not None})
 
 
-class BootstrapClient:
+class BootstrapClient(Web):
     """A decode engine's questions to the bootstrap servers of prefill engines."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
     async def healthy(self, host: str, port: int) -> bool:
         try:
-            return await self._get(host, port, "/health") is not None
+            await self.get(f"http://{host}:{port}/health")
         except SideError:
             return False
+        return True
 
     async def info(self, host: str, port: int) -> PrefillInfo:
         """SideError if it is not there, or not ready."""
@@ -177,18 +170,7 @@ class BootstrapClient:
 
     async def _route(self, host: str, port: int, *values: int) -> dict[str, Any]:
         query = "&".join(f"{name}={value}" for name, value in zip(FIELDS, values, strict=True))
-        answer = await self._get(host, port, f"/route?{query}")
+        answer = await self.get(f"http://{host}:{port}/route?{query}")
         if not isinstance(answer, dict):
             raise SideError("the answer is no object")
         return answer
-
-    async def _get(self, host: str, port: int, path: str) -> Any:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5))
-        try:
-            async with self._session.get(f"http://{host}:{port}{path}") as answer:
-                if answer.status != 200:
-                    raise SideError(f"{answer.status}, {await answer.text()}")
-                return await answer.json() if answer.content_type == "application/json" else await answer.text()
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
-            raise SideError(f"cannot reach {host}:{port}: {error}") from None

@@ -29,6 +29,9 @@ class Connector:
         self.traffic = traffic
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def serve(self, ranks: list[Rank]) -> None:
+        """These are the ranks of the engine."""
+
     async def open(self) -> None:
         """Listen. OSError if a port is taken."""
 
