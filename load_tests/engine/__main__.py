@@ -15,6 +15,7 @@ from load_tests.engine.options import (
     DIALECTS,
     EVENT_FORMATS,
     EVENT_HASHES,
+    LATE_READS,
     LOAD_FAILURES,
     OFFLOAD_EVENTS,
     ROLES,
@@ -100,6 +101,7 @@ def _connector_flags(arguments: argparse.ArgumentParser) -> None:
     add("--bidirectional", action="store_true", help="nixl: decode engines keep KV for the next turn")
     add("--lease", type=float, default=30.0, metavar="S", help="real seconds for which a prefill engine keeps KV")
     add("--blocks-ttl", type=float, default=480.0, metavar="S", help="the same for a decode engine")
+    add("--late-reads", choices=LATE_READS, default="fail", help="nixl: what is given after the lease")
     add("--bootstrap-timeout", type=float, default=300.0, metavar="S", help="sglang: prefill waits for decode")
     add("--waiting-timeout", type=float, default=300.0, metavar="S", help="sglang: decode waits for KV")
     add("--heartbeat", type=float, default=5.0, metavar="S", help="sglang: decode asks whether prefill lives")
@@ -156,6 +158,7 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         lease=arguments.lease,
         blocks_ttl=arguments.blocks_ttl,
         load_failure=arguments.load_failure,
+        late_reads=arguments.late_reads,
         bootstrap_timeout=arguments.bootstrap_timeout,
         waiting_timeout=arguments.waiting_timeout,
         heartbeat=arguments.heartbeat,

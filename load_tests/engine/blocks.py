@@ -34,6 +34,14 @@ class BlockCache(KVCache):
         self._about: list[Block | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
+    def digest_of(self, block: int) -> bytes | None:
+        """What is filed in a block; None for nothing, or not a whole block."""
+        return self._digest[block]
+
+    def untouched(self, block: int, digest: bytes | None) -> bool:
+        """Whether a block, given back with ``digest``, has not been taken since, as far as can be told."""
+        return self._digest[block] == digest and (digest is not None or self._refs[block] == 0)
+
     @property
     def used_blocks(self) -> int:
         return self.num_blocks - len(self._free)

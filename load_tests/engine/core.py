@@ -52,6 +52,8 @@ class Core:
     def _start(self) -> None:
         self.started = time.time()
         self._next_rank = 0
+        # Steps that /metrics of TensorRT-LLM has told of.
+        self.drained = 0
         publishers: Sequence[Publisher | None] = self._publishers or [None] * self.options.ranks
         self.ranks = [Rank(self.options, number, publisher) for number, publisher in enumerate(publishers)]
         self.sessions: set[str] = set()

@@ -1,6 +1,7 @@
 """Errors as each engine words them on the wire.
 
 vLLM, plain OpenAI   {"error": {"message", "type", "param", "code"}}
+TensorRT-LLM         {"object": "error", "message", "type", "param", "code"}
 SGLang               {"object": "error", "message", "type", "param", "code"}; /generate {"error": {"message"}}
 llama.cpp            {"error": {"code", "message", "type"}}
 /v1/messages         {"type": "error", "error": {"type", "message"}}, on vLLM and SGLang alike
@@ -72,6 +73,8 @@ def error_body(dialect: str, path: str, error: ApiError) -> dict[str, Any]:
         return {"error": {"code": error.status, "message": error.message, "type": kind}}
     kind = error.kind or _OPENAI_TYPES.get(error.status, "InternalServerError")
     fields = {"message": error.message, "type": kind, "param": error.param, "code": error.status}
+    if dialect == "tensorrt_llm":
+        return {"object": "error", **fields}
     if dialect != "sglang":
         return {"error": fields}
     if path.startswith("/generate"):

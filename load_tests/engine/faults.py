@@ -13,7 +13,7 @@
     notify_lost      another engine does not hear that its KV is not needed any more
     forget           KV that is to be kept for another engine is given up at once
     lost_answer      the work is done, and the connection is reset instead of being answered
-    out_of_memory    a decode engine gives a request up under memory pressure
+    out_of_memory    a decode engine of sglang gives a request up after ``after_events`` tokens, under memory pressure
 
 A JSON answer counts as one event, whose first half is sent before a fault with ``after_events`` of 1 or more.
 """

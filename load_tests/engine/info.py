@@ -24,6 +24,7 @@ from load_tests.engine.template import JSON
 from load_tests.engine.tokens import is_tokens
 from load_tests.engine.wire import Call
 
+TENSORRT_VERSION = "1.4.0rc1"
 VLLM_VERSION = "0.33.0"
 SGLANG_VERSION = "0.5.23"
 # SGLang's health check waits for a reply of the scheduler and polls once a second.
@@ -59,7 +60,8 @@ async def health(core: Core, call: Call) -> web.StreamResponse:
 
 
 async def version(core: Core, call: Call) -> web.StreamResponse:
-    return await call.json({"version": VLLM_VERSION})
+    known = {"tensorrt_llm": TENSORRT_VERSION}
+    return await call.json({"version": known.get(core.options.dialect, VLLM_VERSION)})
 
 
 async def metrics_page(core: Core, call: Call) -> web.StreamResponse:
@@ -68,6 +70,29 @@ async def metrics_page(core: Core, call: Call) -> web.StreamResponse:
     ranks = [(rank.scheduler, rank.measures) for rank in core.ranks]
     text = metrics.render(core.options, ranks, core.started, core.traffic, core.connector.queues())
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def iterations(core: Core, call: Call) -> web.StreamResponse:
+    """TensorRT-LLM's statistics, which reading takes away: nothing where no step came since."""
+    scheduler, cache = core.ranks[0].scheduler, core.ranks[0].cache
+    steps, core.drained = core.drained, scheduler.totals.steps
+    if steps == scheduler.totals.steps:
+        return await call.json([])
+    blocks = {
+        "maxNumBlocks": cache.num_blocks,
+        "usedNumBlocks": cache.used_blocks,
+        "freeNumBlocks": cache.num_blocks - cache.used_blocks,
+        "tokensPerBlock": core.options.block_size,
+    }
+    entry = {"iter": scheduler.totals.steps, "numActiveRequests": len(scheduler.running), "kvCacheStats": blocks}
+    return await call.json([{**entry, "numQueuedRequests": len(scheduler.waiting)}])
+
+
+async def context_info(core: Core, call: Call) -> web.StreamResponse:
+    """TensorRT-LLM's /server_info: where a generation server finds this one."""
+    port = core.connector.port
+    where = None if port is None else [f"tcp://{core.options.host}:{port}"]
+    return await call.json({"disaggregated_params": {"ctx_dp_rank": 0, "ctx_info_endpoint": where}})
 
 
 async def load(core: Core, call: Call) -> web.StreamResponse:

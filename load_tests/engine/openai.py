@@ -182,6 +182,10 @@ async def _whole(
     answer |= sglang_extra(core.options, call.body, job, counted)
     if dialect == "vllm":
         answer["kv_transfer_params"] = job.works[0].params
+    if dialect == "tensorrt_llm" and job.works[0].params is not None:
+        for choice, work in zip(choices, job.works, strict=True):
+            choice["disaggregated_params"] = work.params
+        answer["prompt_token_ids"] = list(job.works[0].prompt)
     if dialect == "llamacpp":
         answer["timings"] = timings(job)
     return await call.json(answer)
@@ -217,7 +221,7 @@ async def _events(
             yield data
         if ended:
             extra = {"timings": timings(job)} if core.options.dialect == "llamacpp" else {}
-            if (params := job.works[index].params) is not None:
+            if core.options.dialect == "vllm" and (params := job.works[index].params) is not None:
                 extra["kv_transfer_params"] = params
             yield chunks.finish(index, job.reason(index), reply, extra)
     if extra := sglang_extra(core.options, call.body, job, counted):

@@ -9,19 +9,29 @@ from typing import Literal, get_args
 from load_tests.engine.hybrid import interval_of
 from load_tests.engine.physics import Rates
 
-Dialect = Literal["vllm", "sglang", "llamacpp", "openai"]
+Dialect = Literal["vllm", "sglang", "llamacpp", "openai", "tensorrt_llm"]
 Role = Literal["unified", "prefill", "decode"]
 EventFormat = Literal["map", "positional"]
 EventHashes = Literal["int", "bytes"]
 OffloadEvents = Literal["placeholder", "full"]
-ConnectorName = Literal["", "none", "nixl", "mooncake", "shared", "p2p", "bootstrap"]
+ConnectorName = Literal["", "none", "nixl", "mooncake", "shared", "p2p", "bootstrap", "transceiver"]
 LoadFailure = Literal["fail", "recompute"]
+LateReads = Literal["fail", "blocks"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROLES: tuple[Role, ...] = get_args(Role)
 EVENT_FORMATS: tuple[EventFormat, ...] = get_args(EventFormat)
 EVENT_HASHES: tuple[EventHashes, ...] = get_args(EventHashes)
 CONNECTORS: tuple[ConnectorName, ...] = get_args(ConnectorName)
 LOAD_FAILURES: tuple[LoadFailure, ...] = get_args(LoadFailure)
+LATE_READS: tuple[LateReads, ...] = get_args(LateReads)
+# The first is that of a role.
+CONNECTORS_OF: dict[Dialect, tuple[ConnectorName, ...]] = {
+    "vllm": ("nixl", "mooncake", "shared", "p2p"),
+    "sglang": ("bootstrap",),
+    "tensorrt_llm": ("transceiver",),
+}
+# Tokens of a block or page where nothing is said.
+BLOCKS: dict[Dialect, int] = {"vllm": 16, "openai": 16, "tensorrt_llm": 32, "sglang": 1, "llamacpp": 1}
 OFFLOAD_EVENTS: tuple[OffloadEvents, ...] = get_args(OffloadEvents)
 
 
@@ -33,9 +43,9 @@ class OptionError(ValueError):
 class EngineOptions:
     """One engine. Sizes are in tokens, times in seconds.
 
-    block_size 0 takes the dialect's own: 16 for vllm and openai, 1 for sglang and llamacpp. context_length 0 takes
-    the smaller of 32768 and the KV. max_queued None is unbounded, as real engines are by default. time_scale
-    multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. keep_alive is how long an idle
+    block_size 0 takes the dialect's own: 16 for vllm and openai, 32 for tensorrt_llm, 1 for sglang and llamacpp.
+    context_length 0 takes the smaller of 32768 and the KV. max_queued None is unbounded, as real engines are by default.
+    time_scale multiplies every duration: 0.1 is ten times faster, 0 does not wait at all. keep_alive is how long an idle
     connection is kept, in real seconds; 5 is what vLLM and SGLang give theirs. usage_details False leaves cached
     tokens out of usage, as engines do without --enable-prompt-tokens-details or --enable-cache-report.
 
@@ -59,15 +69,18 @@ class EngineOptions:
     instead of 64-bit numbers. Both are vllm's only. short_pages, sglang's only, tells of the last page of a finished
     sequence when it is not full as well: an event whose block_size is less than the page, which no hit ever reaches.
 
-    connector exchanges KV with other engines: vllm's "nixl", "mooncake", "shared" and "p2p", sglang's "bootstrap"; "" is
-    nixl or bootstrap where the role is not unified, and none otherwise. Its side channel or bootstrap server listens on
-    side_port (0: a free one). engine_id "" is another with every start.
+    connector exchanges KV with other engines: vllm's "nixl", "mooncake", "shared" and "p2p", sglang's "bootstrap",
+    tensorrt_llm's "transceiver"; "" is the first of the dialect where the role is not unified, and none otherwise. Its
+    side channel or bootstrap server listens on side_port (0: a free one). engine_id "" is another with every start.
     Kept KV is given back after lease, or blocks_ttl on a decode engine with ``bidirectional``; both are in real seconds,
     whatever time_scale is, as those who count them have clocks of their own. load_failure is what happens to a request
-    whose KV does not come. Likewise in real seconds: a prefill engine of sglang waits bootstrap_timeout for the decode
-    engine, that waits waiting_timeout for the KV, and asks every ``heartbeat`` whether the other is alive, twice.
-    shared_dir is the folder that engines with connector shared have in common; "" is the memory of their process.
-    decode_radix lets sglang's decode engine keep a prefix cache.
+    whose KV does not come. late_reads is what nixl gives to who comes after the lease: "fail" nothing, "blocks", as real
+    ones do, whatever is in the blocks by then. shared_dir is the folder that engines with connector shared have in
+    common; "" is the memory of their process.
+
+    In real seconds as well: a prefill engine of sglang waits bootstrap_timeout for the decode engine, that waits
+    waiting_timeout for the KV, and asks every ``heartbeat`` whether the other is alive, twice. decode_radix lets
+    sglang's decode engine keep a prefix cache.
     """
 
     port: int = 0
@@ -114,6 +127,7 @@ class EngineOptions:
     lease: float = 30.0
     blocks_ttl: float = 480.0
     load_failure: LoadFailure = "fail"
+    late_reads: LateReads = "fail"
     bootstrap_timeout: float = 300.0
     waiting_timeout: float = 300.0
     heartbeat: float = 5.0
@@ -127,7 +141,7 @@ class EngineOptions:
             raise OptionError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
         if not self.models:
             raise OptionError("at least one model is needed")
-        self.block_size = self.block_size or (16 if self.dialect in ("vllm", "openai") else 1)
+        self.block_size = self.block_size or BLOCKS[self.dialect]
         for name in (
             "kv_tokens",
             "block_size",
@@ -170,17 +184,17 @@ class EngineOptions:
     def _check_connector(self) -> None:
         if self.connector not in CONNECTORS:
             raise OptionError(f"connector must be one of {', '.join(CONNECTORS[1:])}, not {self.connector!r}")
+        usable = CONNECTORS_OF.get(self.dialect, ())
         if not self.connector:
-            own: dict[str, ConnectorName] = {"vllm": "nixl", "sglang": "bootstrap"}
-            self.connector = own.get(self.dialect, "none") if self.role != "unified" else "none"
-        if self.connector != "none" and (self.connector == "bootstrap") != (self.dialect == "sglang"):
-            raise OptionError(f"{self.dialect} has no connector {self.connector}")
-        if self.connector != "none" and self.dialect not in ("vllm", "sglang"):
+            self.connector = usable[0] if usable and self.role != "unified" else "none"
+        if self.connector != "none" and self.connector not in usable:
             raise OptionError(f"{self.dialect} has no connector {self.connector}")
         if self.connector == "bootstrap" and self.role == "unified":
             raise OptionError("connector bootstrap needs the role prefill or decode")
         if self.load_failure not in LOAD_FAILURES:
             raise OptionError(f"load_failure must be one of {', '.join(LOAD_FAILURES)}, not {self.load_failure!r}")
+        if self.late_reads not in LATE_READS:
+            raise OptionError(f"late_reads must be one of {', '.join(LATE_READS)}, not {self.late_reads!r}")
         if not 0 <= self.side_port <= 65535:
             raise OptionError("side_port must be between 0 and 65535")
         for name in ("lease", "blocks_ttl", "bootstrap_timeout", "waiting_timeout", "heartbeat"):

@@ -91,8 +91,8 @@ class Rank:
 
     @property
     def load(self) -> int:
-        """Sequences that run or wait."""
-        return len(self.scheduler.running) + len(self.scheduler.waiting)
+        """Sequences that run or wait, for KV from elsewhere as well."""
+        return sum(map(len, (self.scheduler.running, self.scheduler.waiting, self.scheduler.receiving)))
 
     def stepped(self, step: Step) -> None:
         """A step has been executed. vLLM publishes after each; SGLang after prefill, now and then, and when idle."""

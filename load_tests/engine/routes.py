@@ -9,6 +9,7 @@ from load_tests.engine.options import Dialect
 VLLM: tuple[Dialect, ...] = ("vllm",)
 SGLANG: tuple[Dialect, ...] = ("sglang",)
 LLAMA: tuple[Dialect, ...] = ("llamacpp",)
+TENSORRT: tuple[Dialect, ...] = ("tensorrt_llm",)
 # The two that serve at scale, and all that print metrics of their own.
 BIG: tuple[Dialect, ...] = ("vllm", "sglang")
 MEASURED: tuple[Dialect, ...] = ("vllm", "sglang", "llamacpp")
@@ -33,7 +34,9 @@ ROUTES: list[Route] = [
     Route("GET", "/ping", info.health, BIG),
     Route("POST", "/ping", info.health, BIG),
     Route("GET", "/metrics", info.metrics_page, MEASURED),
-    Route("GET", "/version", info.version, VLLM),
+    Route("GET", "/version", info.version, (*VLLM, *TENSORRT)),
+    Route("GET", "/metrics", info.iterations, TENSORRT),
+    Route("GET", "/server_info", info.context_info, TENSORRT),
     Route("GET", "/load", info.load, VLLM),
     Route("GET", "/kv_event_sources", info.kv_event_sources, VLLM),
     Route("GET", "/model_info", info.model_info, SGLANG),

@@ -11,6 +11,7 @@ from load_tests.engine.disagg.prefilling import PrefillConnector
 from load_tests.engine.disagg.pull import PullConnector
 from load_tests.engine.disagg.shared import SharedConnector
 from load_tests.engine.disagg.traffic import Traffic
+from load_tests.engine.disagg.transceiver import TransceiverConnector
 from load_tests.engine.faults import Faults
 from load_tests.engine.options import EngineOptions
 
@@ -18,6 +19,7 @@ PULLING: dict[str, type[PullConnector]] = {
     "nixl": NixlConnector,
     "mooncake": MooncakeConnector,
     "p2p": PeerConnector,
+    "transceiver": TransceiverConnector,
 }
 
 

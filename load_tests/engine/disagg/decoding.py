@@ -105,11 +105,19 @@ class DecodeLink:
             owner.traffic.in_seconds += time.perf_counter() - begun
             work.reported = max(answer["cached"], hit)
             self._driver.received(work, [int(token) for token in answer["tokens"]])
-            if owner.faults.take("out_of_memory") is not None:
-                self._driver.fail(work, out_of_memory())
+            await self._retract(work)
             return
         owner.traffic.in_failed += 1
         self._fail(work, "Decode transfer", reason)
+
+    async def _retract(self, work: Work) -> None:
+        """Run out of memory, as ordered, if the reply is long enough."""
+        fault = self._owner.faults.take("out_of_memory")
+        if fault is None:
+            return
+        while work.emitted < fault.after_events and work.state in ("waiting", "running"):
+            await asyncio.sleep(0.001)
+        self._driver.fail(work, out_of_memory())
 
     async def _meet(self, hit: int) -> JSON:
         """The KV, whenever it comes. SideError if the transfer failed or the prefill engine is dead."""

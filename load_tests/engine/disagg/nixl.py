@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 from load_tests.engine.blocks import BlockCache
 from load_tests.engine.disagg.connector import JSON
 from load_tests.engine.disagg.pull import PullConnector, PullLink, Source
 from load_tests.engine.disagg.side import SideError, connect
+from load_tests.engine.disagg.traffic import Traffic
+from load_tests.engine.faults import Faults
+from load_tests.engine.options import EngineOptions
 from load_tests.engine.rank import Rank
 from load_tests.engine.work import Work
 
 # Fewer tokens than these are computed by the prefill engine rather than read back.
 RECOMPUTE_THRESHOLD = 64
+MOST_REMAINS = 1000
 NAMES = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
@@ -37,10 +42,28 @@ class Blocks(Source):
         self.tokens = held if isinstance(held, int) else 0
 
 
+class Remains(NamedTuple):
+    """Blocks that were kept, with what was in them: (number, digest, tokens that it was computed from)."""
+
+    cache: BlockCache
+    blocks: list[tuple[int, bytes | None, list[int]]]
+
+    def read(self) -> list[int]:
+        """What is in them now; a block that was taken since is of no known content."""
+        found: list[int] = []
+        for block, digest, seen in self.blocks:
+            found += seen if self.cache.untouched(block, digest) else [0] * len(seen)
+        return found
+
+
 class NixlConnector(PullConnector):
     """Kept KV is named by the request that computed it."""
 
     name = "nixl"
+
+    def __init__(self, options: EngineOptions, faults: Faults, traffic: Traffic, port: int) -> None:
+        super().__init__(options, faults, traffic, port)
+        self._remains: OrderedDict[str, Remains] = OrderedDict()
 
     def source_of(self, params: JSON) -> Source | None:
         reads = params.get("do_remote_prefill") or (params.get("do_remote_decode") and self.options.bidirectional)
@@ -66,10 +89,24 @@ class NixlConnector(PullConnector):
             return False
         seconds = self.options.lease if prefilled else self.options.blocks_ttl
         work.params = self._params_of(link.name, work, link.rank, prefilled)
+        self._remember(link, work)
         if self.forgotten():
             return False
         self.pins.keep(link.name, work, link.rank.driver, seconds)
         return True
+
+    def _remember(self, link: PullLink, work: Work) -> None:
+        """For those who come too late."""
+        cache, size = link.rank.cache, self.options.block_size
+        if self.options.late_reads == "fail" or not isinstance(cache, BlockCache):
+            return
+        seen = link.rank.scheduler.seen_of(work)[: work.computed]
+        parts = [seen[start : start + size] for start in range(0, len(seen), size)]
+        held = work.holding.blocks[: len(parts)]
+        blocks = [(block, cache.digest_of(block), part) for block, part in zip(held, parts, strict=True)]
+        self._remains[link.name] = Remains(cache, blocks)
+        while len(self._remains) > MOST_REMAINS:
+            self._remains.popitem(last=False)
 
     def _params_of(self, name: str, work: Work, rank: Rank, prefilled: bool) -> JSON:
         count = -(-work.computed // self.options.block_size)
@@ -144,6 +181,8 @@ class NixlConnector(PullConnector):
             if not self.pins.release(question["request"]):
                 self.traffic.late_notes += 1
             return {}
+        if verb == "read" and self.pins.get(question["request"]) is None and question["request"] in self._remains:
+            return {"tokens": self._remains[question["request"]].read()[question["start"] : question["end"]]}
         if verb == "read":
             tokens = await self.give(question["request"], question["start"], question["end"], question["seconds"])
             return {"tokens": tokens}

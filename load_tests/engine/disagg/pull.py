@@ -130,8 +130,8 @@ class PullConnector(Connector):
         self.pins.clear()
 
     def attach(self, job: Job, name: str, body: JSON, rank: Rank) -> None:
-        params = body.get("kv_transfer_params")
-        if not isinstance(params, dict) or not params:
+        params = self.params(body)
+        if params is None:
             return
         source = self.source_of(params)
         if source is not None:
@@ -143,9 +143,18 @@ class PullConnector(Connector):
             work.reported = self.reported(params)
 
     def rejected(self, body: JSON) -> None:
-        params = body.get("kv_transfer_params")
-        if isinstance(params, dict) and params.get("do_remote_prefill") and (source := self.source_of(params)):
+        try:
+            params = self.params(body)
+            source = None if params is None else self.source_of(params)
+        except ApiError:
+            return
+        if params is not None and source is not None and not params.get("do_remote_decode"):
             self.spawn(self.notify(source))
+
+    def params(self, body: JSON) -> JSON | None:
+        """What a request says of other engines; None if it says nothing. Raises ApiError for what cannot be."""
+        params = body.get("kv_transfer_params")
+        return params if isinstance(params, dict) and params else None
 
     def blocks(self) -> tuple[int, int]:
         return self.pins.blocks(), self.pins.blocks(late=True)

@@ -104,6 +104,22 @@ async def test_a_lease_that_ends_fails_the_pull(start: Start, http: aiohttp.Clie
     assert text(await chat(http, d, ASK))
 
 
+async def test_late_reads_may_get_whatever_is_there(start: Start, http: aiohttp.ClientSession) -> None:
+    p, d = await pair(start, lease=0.05, late_reads="blocks", kv_tokens=1024)
+    right = text(await chat(http, await start(), ASK))
+    first = await prefill(http, p, ASK)
+    await until(lambda: told(p)["leases_expired"] == 1)
+    second = await chat(http, d, ASK, kv_transfer_params=first["kv_transfer_params"], cache_salt="a")
+    assert text(second) == right
+    assert told(p)["notifications_late"] == 1
+    for number in range(4):
+        await chat(http, p, [user(f"{number}, and something else than before. {STORY}")])
+    third = await chat(http, d, ASK, kv_transfer_params=first["kv_transfer_params"], cache_salt="b")
+    assert text(third) != right
+    assert text(await chat(http, d, ASK, cache_salt="b")) != right
+    await nothing_left(p, d)
+
+
 async def test_recomputing_is_the_other_policy(start: Start, http: aiohttp.ClientSession) -> None:
     p, d = await pair(start, lease=0.05, load_failure="recompute")
     first = await prefill(http, p, ASK)

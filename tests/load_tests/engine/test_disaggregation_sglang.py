@@ -307,6 +307,14 @@ async def test_transfers_that_fail_and_memory_that_runs_out(start: Start, http: 
     assert status == 200
     assert '"code":503' in stream
     await nothing_left(p, d)
+    d.faults.add("out_of_memory", after_events=4)
+    _, (status, stream) = await legs(
+        http, p, d, {"messages": ASK, "stream": True, "ignore_eos": True, "max_tokens": 400, **room(p)}
+    )
+    assert status == 200
+    assert stream.count('"content":') > 3
+    assert '"code":503' in stream
+    await nothing_left(p, d)
 
 
 async def test_a_decode_engine_without_room_gives_up_the_youngest(start: Start, http: aiohttp.ClientSession) -> None:
