@@ -93,6 +93,24 @@ def _event_flags(arguments: argparse.ArgumentParser) -> None:
     add("--hash-seed", type=int, default=0, metavar="N", help="two seeds give one block two hashes")
 
 
+# As they are called in the options.
+CONNECTOR_FLAGS = (
+    "connector",
+    "engine_id",
+    "side_port",
+    "bidirectional",
+    "lease",
+    "blocks_ttl",
+    "load_failure",
+    "late_reads",
+    "bootstrap_timeout",
+    "waiting_timeout",
+    "heartbeat",
+    "decode_radix",
+    "shared_dir",
+)
+
+
 def _connector_flags(arguments: argparse.ArgumentParser) -> None:
     add = arguments.add_argument
     add("--connector", choices=CONNECTORS[1:], default="", help="how KV is exchanged; default: by the role")
@@ -151,19 +169,7 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         event_hashes=arguments.event_hashes,
         hash_seed=arguments.hash_seed,
         short_pages=arguments.short_pages,
-        connector=arguments.connector,
-        engine_id=arguments.engine_id,
-        side_port=arguments.side_port,
-        bidirectional=arguments.bidirectional,
-        lease=arguments.lease,
-        blocks_ttl=arguments.blocks_ttl,
-        load_failure=arguments.load_failure,
-        late_reads=arguments.late_reads,
-        bootstrap_timeout=arguments.bootstrap_timeout,
-        waiting_timeout=arguments.waiting_timeout,
-        heartbeat=arguments.heartbeat,
-        decode_radix=arguments.decode_radix,
-        shared_dir=arguments.shared_dir,
+        **{name: getattr(arguments, name) for name in CONNECTOR_FLAGS},
         rates=Rates(
             base=arguments.step_seconds,
             token=arguments.token_seconds,

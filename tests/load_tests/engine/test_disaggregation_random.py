@@ -67,13 +67,62 @@ async def rooms(http: aiohttp.ClientSession, p: Engine, d: Engine, body: dict[st
         await asyncio.gather(*both, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("dialect", "seed"), [("vllm", 1), ("vllm", 2), ("sglang", 3), ("sglang", 4)])
-async def test_nothing_is_left_behind(start: Start, http: aiohttp.ClientSession, dialect: str, seed: int) -> None:
+async def mooncake(http: aiohttp.ClientSession, p: Engine, d: Engine, body: dict[str, Any]) -> str | None:
+    """Likewise, under a transfer's id."""
+    name, base = f"xfer-{next(ROOMS)}", f"http://127.0.0.1:{p.side_port}"
+    ours = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+    theirs = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name}
+    theirs |= {"remote_bootstrap_addr": base, "remote_engine_id": p.engine_id}
+
+    async def half(engine: Engine, params: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        async with http.post(engine.url + CHAT, json={**body, "kv_transfer_params": params, **fields}) as answer:
+            answer.raise_for_status()
+            return dict(await answer.json())
+
+    both = [asyncio.ensure_future(half(p, ours, max_tokens=1)), asyncio.ensure_future(half(d, theirs))]
+    try:
+        return text((await asyncio.gather(*both))[1])
+    finally:
+        for one in both:
+            one.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def transceiver(http: aiohttp.ClientSession, p: Engine, d: Engine, body: dict[str, Any]) -> str | None:
+    """One after the other, with the first one's parameters."""
+    first = {**body, "disaggregated_params": {"request_type": "context_only"}}
+    async with http.post(p.url + CHAT, json=first) as answer:
+        if answer.status != 200:
+            return None
+        params = (await answer.json())["choices"][0]["disaggregated_params"]
+    params["request_type"] = "generation_only"
+    async with http.post(d.url + CHAT, json={**body, "disaggregated_params": params}) as answer:
+        return text(await answer.json()) if answer.status == 200 else None
+
+
+SERVE = {"nixl": nixl, "bootstrap": rooms, "mooncake": mooncake, "transceiver": transceiver}
+DIALECTS = {"bootstrap": "sglang", "transceiver": "tensorrt_llm"}
+
+
+@pytest.mark.parametrize(
+    ("connector", "seed"),
+    [("nixl", 1), ("nixl", 2), ("bootstrap", 3), ("bootstrap", 4), ("mooncake", 5), ("transceiver", 6)],
+)
+async def test_nothing_is_left_behind(start: Start, http: aiohttp.ClientSession, connector: Any, seed: int) -> None:
     random = Random(seed)
     times = {"lease": 0.4, "bootstrap_timeout": 0.4, "waiting_timeout": 0.4, "heartbeat": 0.05, "time_scale": 0.005}
-    p, d = await pair(start, dialect, kv_tokens=8192, max_running=8, bidirectional=seed == 2, blocks_ttl=0.3, **times)
+    dialect, serve = DIALECTS.get(connector, "vllm"), SERVE[connector]
+    p, d = await pair(
+        start,
+        dialect,
+        connector=connector,
+        kv_tokens=8192,
+        max_running=8,
+        bidirectional=seed == 2,
+        blocks_ttl=0.3,
+        **times,
+    )
     alone = await start(dialect, time_scale=0)
-    serve = nixl if dialect == "vllm" else rooms
     prompts = [[user(f"{STORY[: 90 * random.randint(1, 12)]} {number}")] for number in range(12)]
     right = [text(await chat(http, alone, messages)) for messages in prompts]
     served = 0
