@@ -167,6 +167,8 @@ class HybridCache(KVCache):
         return [mark for mark in holding.marks if start < mark <= end]
 
     def _keep(self, holding: Holding, tokens: Sequence[int], upto: int) -> None:
+        if holding.loading:
+            return
         for mark in self.marks(holding, holding.stated, upto):
             whole, rest = divmod(mark, self.block_size)
             known = not rest and whole <= len(holding.digests)

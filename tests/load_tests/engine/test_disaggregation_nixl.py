@@ -27,6 +27,7 @@ from tests.load_tests.engine.pairs import (
     user,
 )
 from tests.load_tests.engine.talk import cached
+from tests.load_tests.engine.wiretap import happened
 
 ASK = [user(STORY)]
 LENGTHY = {"max_tokens": 120, "ignore_eos": True}
@@ -394,3 +395,46 @@ async def test_pinned_memory_makes_others_wait(start: Start, http: aiohttp.Clien
     await until(lambda: p.stats()["waiting"] == 1)
     assert (await other)["kv_transfer_params"]
     await nothing_left(p)
+
+
+@pytest.mark.parametrize("rule", ["boundary", "ends", "every:64"])
+async def test_a_hybrid_model_is_pulled_whole(start: Start, http: aiohttp.ClientSession, rule: str) -> None:
+    p, d = await pair(start, hybrid=rule)
+    history: list[Any] = []
+    for turn in range(3):
+        history.append(user(f"{STORY} {turn}"))
+        first, second = await both(http, p, d, history)
+        assert text(second) == text(await chat(http, await start(), history))
+        assert cached(first) == cached(second)
+        history.append({"role": "assistant", "content": text(second)})
+    assert d.stats()["computed_tokens"] == 0
+    await nothing_left(p, d)
+
+
+async def test_events_tell_of_what_has_come_and_not_before(start: Start, http: aiohttp.ClientSession) -> None:
+    p, d = await pair(start, events=True, hash_seed=1)
+    p.faults.add("transfer_stall", seconds=0.3)
+    params = (await prefill(http, p, ASK))["kv_transfer_params"]
+    asked = asyncio.ensure_future(chat(http, d, ASK, kv_transfer_params=params))
+    await until(lambda: told(d)["receiving"] == 1)
+    assert await happened(d) == []
+    await asked
+    ours, theirs = [[event for event in await happened(engine) if "Stored" in event["type"]] for engine in (p, d)]
+    computed = [number for event in ours for number in event["block_hashes"]]
+    brought = [number for event in theirs for number in event["block_hashes"]]
+    assert brought[: len(computed)] == computed
+    await nothing_left(p, d)
+
+
+async def test_what_a_failed_pull_was_to_bring_is_nobodys_hit(start: Start, http: aiohttp.ClientSession) -> None:
+    p, d = await pair(start, lease=0.3)
+    p.faults.add("transfer_stall", seconds=0.2)
+    p.faults.add("transfer_fail")
+    params = (await prefill(http, p, ASK))["kv_transfer_params"]
+    failing = asyncio.ensure_future(refused(http, d, params))
+    await until(lambda: told(d)["receiving"] == 1)
+    meanwhile = await chat(http, d, ASK)
+    assert cached(meanwhile) == 0
+    assert (await failing)[0] == 500
+    assert text(meanwhile) == text(await chat(http, d, ASK))
+    await nothing_left(p, d)
