@@ -202,6 +202,11 @@ async def _stream(
             await stream.send(data)
     except ApiError as error:
         core.errors += 1
+        if core.options.dialect == "vllm" and not stream.sent:
+            # vLLM begins a chat's choices before it looks at what came of them.
+            for index in range(len(job.works)):
+                if head := chunks.start(index):
+                    await stream.send(head)
         await stream.send(event(stream_error(core.options.dialect, call.request.path, error)))
         await stream.send(DONE)
     return await stream.close()

@@ -106,6 +106,11 @@ class Stream:
         self.response = web.StreamResponse(headers=headers)
         self.response.headers["Content-Type"] = EVENT_STREAM
 
+    @property
+    def sent(self) -> int:
+        """Events so far."""
+        return self._sent
+
     async def open(self) -> None:
         if not self.response.prepared:
             await self.response.prepare(self._call.request)

@@ -95,7 +95,8 @@ async def test_a_lease_that_ends_fails_the_pull(start: Start, http: aiohttp.Clie
     if stream:
         got = await events(http, d, CHAT, {"model": "sim", "messages": ASK, "kv_transfer_params": params})
         error = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
-        assert got[-2:] == [{"error": error}, "[DONE]"]
+        assert got[1:] == [{"error": error}, "[DONE]"]
+        assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     else:
         status, answer = await refused(http, d, params)
         assert status == 500
