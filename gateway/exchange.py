@@ -54,6 +54,9 @@ SILENT = 5.0
 STALE = 2.0
 """Seconds after sending within which a reused connection that ends was closed before the worker saw the request."""
 
+UNANSWERED = frozenset((WAITING, PEEKING, REFUSED))
+"""Phases in which a worker's failure is an attempt's."""
+
 RETRIED = frozenset((429, 500, 502, 503, 504))
 """Statuses that another worker may do better than."""
 
@@ -207,12 +210,16 @@ class Exchange:
         self.sent_at = now
         self.phase = WAITING
         self.deadline = now + gateway.limits_out.first_byte_seconds
-        self.fields = []
-        if paired:
-            self.legs = gateway.pairs.legs(self, choice, handed)
-            self.legs.begin(tokens)
-        else:
+        self.fields, self.status = [], 0
+        if not paired:
             self.open()
+            return
+        self.legs = legs = gateway.pairs.legs(self, choice, handed)
+        try:
+            legs.begin(tokens)
+        except WorkerFault as fault:
+            # Its prefill engine lacks what the protocol needs of it.
+            self._failed(fault, legs.prefill)
 
     def open(self) -> None:
         """Send it to its target, over a connection that is there or is made."""
@@ -469,20 +476,23 @@ class Exchange:
         assert target is not None
         now = gateway.clock()
         guilty: Target | None = target
-        legs = self.legs
-        if legs is not None and self.phase != RELAYING:
+        legs, phase = self.legs, self.phase
+        if legs is not None and phase != RELAYING:
             guilty = self._pair_failed(legs, fault, target, now)
+        # The worker may be down now, which is told to all that wait for it: this one does not any more.
+        self.phase = CHOOSING
         if guilty is None:
             pass
         elif isinstance(fault, WorkerFault):
             gateway.worker_fault(guilty, fault)
         elif isinstance(fault, Backpressure):
             gateway.worker_full(guilty, fault, now)
-        if self.phase == RELAYING:
+        if phase == RELAYING:
+            self.phase = phase
             self._break(fault)
             return
         # An error answer that broke off is none to pass on.
-        refused = self.phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
+        refused = phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
         self._withdraw()
         if legs is None:
             self.tried.add(target.id)
@@ -571,35 +581,36 @@ class Exchange:
         if guilty is not None:
             self.tried.add(guilty.id)
             return guilty
-        # It failed between the two. Another pair does without both; where there is none, without the prefill engine.
-        self.tried |= {legs.prefill.id, legs.decode.id}
-        name = self.ask.model.name if self.ask.model is not None else None
-        if gateway.fleet.view(name, self.tried) is None:
-            self.tried.discard(legs.decode.id)
+        # It failed between the two. With another decode engine the prompt need not be computed again, and what comes of that
+        # tells whose fault it was; where there is none, it is done without the prefill engine.
+        partner = gateway.routing.other(self.ask, legs.prefill, {*self.tried, legs.decode.id}, now)
+        self.tried.add(legs.prefill.id if partner is None else legs.decode.id)
         return None
 
     def prefill_refused(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
         """The prefill engine answered with an error: that is the answer, unless another pair does better."""
         legs = self.legs
-        if legs is None or self.phase >= RELAYING:
+        if legs is None or self.phase not in UNANSWERED:
             return
         self._drop_connection()
         self.phase, self.status, self.fields = REFUSED, status, fields
         self.held, self.bytes_in = body, len(body)
         try:
-            self._refused(legs.prefill)
+            if status in (401, 403) and legs.prefill.worker.spec.api_key is None:
+                # The credential was the client's.
+                self._pass_on_error()
+            else:
+                self._refused(legs.prefill)
         except Exception:
             self._lost("a prefill worker's refusal")
 
     def prefill_failed(self, fault: Fault) -> None:
         """The prefill engine will not answer."""
         legs = self.legs
-        if legs is None or self.phase == ENDED:
+        if legs is None:
             return
-        if self.phase == RELAYING:
+        if self.phase not in UNANSWERED:
             # The decode engine has what it needs, or fails by itself.
-            if isinstance(fault, WorkerFault):
-                self.gateway.worker_fault(legs.prefill, fault)
             return
         self._drop_connection()
         self.held, self.bytes_in = b"", 0

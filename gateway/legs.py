@@ -29,6 +29,7 @@ from gateway.errors import (
     WorkerFault,
 )
 from gateway.http import wire
+from gateway.http.sse import events
 from gateway.http.upstream import Outbound
 from gateway.workers import Charge, State, Target, Worker
 from policies.base import Role
@@ -42,6 +43,10 @@ LINGER = 30.0
 """Seconds for which a prefill engine may still answer when the client has its answer."""
 LARGEST = 16 * 1024 * 1024
 """Bytes of a prefill engine's answer that are kept; logprobs of long prompts are large."""
+LAST = 8
+"""Pieces of an answer's end that are kept where the rest is of no use."""
+DOUBT = 0.1
+"""Seconds within which the other of two that failed together says so."""
 TAPE = 4 * 1024 * 1024
 """Bytes of an answer that are kept whole to learn its token ids."""
 GOLDEN = 0x9E3779B97F4A7C15
@@ -151,11 +156,15 @@ class Leg:
         self.status, self.fields = status, fields
 
     def response_data(self, data: bytes) -> None:
-        """Kept up to a bound where somebody will read it."""
+        """Kept up to a bound where somebody will read it; else its end, which tells of errors."""
         if self.status >= 400 or self.legs.reads:
             self.size += len(data)
             if self.size <= LARGEST:
                 self.pieces.append(data)
+            return
+        self.pieces.append(data)
+        if len(self.pieces) > LAST:
+            del self.pieces[0]
 
     def response_end(self) -> None:
         """It answered."""
@@ -170,6 +179,8 @@ class Leg:
             self.legs.prefill_failed(Malformed("the prefill worker's answer is too large"))
         elif self.status >= 400:
             self.legs.prefill_refused(self.status, self.fields, body)
+        elif (broke := self.legs.broke(body)) is not None:
+            self.legs.prefill_refused(broke, [(b"content-type", b"application/json")], body)
         else:
             self.answered = True
             self.legs.prefilled(body)
@@ -216,6 +227,7 @@ class Legs:
         "decode",
         "decode_body",
         "decode_sent",
+        "doubt",
         "ended",
         "exchange",
         "ids",
@@ -264,6 +276,7 @@ class Legs:
         self.reads = True
         """The prefill engine's answer is of use."""
         self.ended = False
+        self.doubt: asyncio.TimerHandle | None = None
         self.answer: bytes | None = None if handed is None else handed.answer
         """The prefill engine's, in sequential protocols."""
         self.until = inf if handed is None else handed.until
@@ -341,13 +354,28 @@ class Legs:
             gateway.defect("going on from a prefill worker's answer")
             self.prefill_failed(Internal("the gateway failed; its log says why"))
 
+    def broke(self, body: bytes) -> int | None:
+        """The status of the error with which a prefill engine ended an answer that had begun well; ``None``: it did not."""
+        if b'"error"' not in body and b'"abort"' not in body:
+            return None
+        for event in events(body):
+            failure = self.exchange.dialect.failure(event)
+            if failure is not None:
+                return failure[0]
+        return None
+
     def prefill_refused(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
         """It answered with an error."""
         self.release()
+        exchange = self.exchange
         if self.ended:
-            self.exchange.gateway.pairs.lingering.discard(self)
+            exchange.gateway.pairs.lingering.discard(self)
             return
-        self.exchange.prefill_refused(status, fields, body)
+        if not self.sequential and status >= 500 and exchange.connection is not None:
+            # It may be the other that failed, which is about to say so.
+            self.doubt = exchange.gateway.loop.call_later(DOUBT, exchange.prefill_refused, status, fields, body)
+            return
+        exchange.prefill_refused(status, fields, body)
 
     def prefill_failed(self, fault: Fault) -> None:
         """It will not answer."""
@@ -396,6 +424,8 @@ class Legs:
         if self.ended:
             return
         self.ended = True
+        if self.doubt is not None:
+            self.doubt.cancel()
         gateway = self.exchange.gateway
         leg = self.leg
         running = leg is not None and not leg.over

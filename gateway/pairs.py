@@ -1,8 +1,8 @@
 """What all pairs of prefill and decode engines share: their protocols, whose fault a failure was, what is learned of transfers.
 
-An error of a decode engine that was handed KV does not always tell whose it is: the KV may not have been there, or the engine
-may be broken. So who failed with whom is kept for each engine until it succeeds with somebody: the one that fails with more
-partners is guilty, and while both fail with one only, nobody is.
+When handing over KV fails, the engine that says so is not always the one that failed: the KV may not have been there, or the
+engine may be broken. So failures are counted for each engine until it succeeds, with whomever. Of two that failed together the
+one that failed more often since is guilty; while both failed as often, nobody is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gateway.disagg import all_protocols
 from gateway.disagg.nixl import offered, read
-from gateway.errors import Fault, ServerError, WorkerFault
+from gateway.errors import Fault, ServerError, Stalled, WorkerFault
 from gateway.legs import Handed, Legs
 from gateway.notice import post
 from gateway.workers import Target, Worker
@@ -116,8 +116,6 @@ class Pairs:
 
     def begun(self, exchange: Exchange, legs: Legs) -> None:
         """The decode engine generates: the KV is there."""
-        legs.prefill.failed_with.clear()
-        legs.decode.failed_with.clear()
         charge = legs.charge
         if charge is not None:
             # Its part is done, whether or not it has said so yet.
@@ -132,6 +130,7 @@ class Pairs:
 
     def ended(self, exchange: Exchange, legs: Legs) -> None:
         """The answer is complete: keep what the decode engine offers for the session's next turn."""
+        legs.prefill.failed_pairs = legs.decode.failed_pairs = 0
         ask = exchange.ask
         session = ask.session
         if not legs.tells_ids or session is None or not ask.ids:
@@ -156,29 +155,36 @@ class Pairs:
         """One of a pair failed before the answer began, ``by`` as it seems; whose fault it is, ``None`` if nobody can tell."""
         gateway = self.gateway
         guilty: Target | None = by
-        stage = "prefill"
-        if by is legs.decode:
-            stage = "decode"
-            if isinstance(fault, ServerError) and legs.decode_sent:
-                blamed = legs.protocol.blames(message)
-                if blamed is not None:
-                    guilty = legs.prefill if blamed is Role.PREFILL else legs.decode
-                    stage = "transfer"
-                elif legs.answer is not None:
-                    stage, guilty = "transfer", self._guilty(legs)
+        stage = "prefill" if by is legs.prefill else "decode"
+        blamed = legs.protocol.blames(message) if isinstance(fault, ServerError) else None
+        if by is legs.decode and blamed is not None:
+            stage, guilty = "transfer", legs.prefill if blamed is Role.PREFILL else legs.decode
+        elif self._between(legs, fault, by, blamed):
+            stage, guilty = "transfer", self._guilty(legs)
         side = "unknown" if guilty is None else str(Role.PREFILL if guilty is legs.prefill else Role.DECODE)
         if isinstance(fault, WorkerFault):
             gateway.metrics.pair_failures.add((legs.exchange.ask.model_name, side, stage))
         return guilty
 
+    def _between(self, legs: Legs, fault: Fault, by: Target, blamed: Role | None) -> bool:
+        """Whether it may have been either."""
+        if not isinstance(fault, ServerError | Stalled):
+            return False
+        if legs.sequential:
+            # The prefill engine has done its part, as it said. Engines begin to answer a stream before they have the KV: one
+            # that did not even begin is silent for reasons of its own.
+            began = not isinstance(fault, Stalled) or legs.exchange.status or not legs.exchange.reading.stream
+            return by is legs.decode and legs.answer is not None and legs.decode_sent and bool(began)
+        # Each waits for the other, and says that it waited in vain.
+        return isinstance(fault, Stalled) or blamed is not None
+
     def _guilty(self, legs: Legs) -> Target | None:
         prefill, decode = legs.prefill, legs.decode
-        prefill.failed_with.add(decode.id)
-        decode.failed_with.add(prefill.id)
-        with_prefill, with_decode = len(prefill.failed_with), len(decode.failed_with)
-        if with_prefill == with_decode:
+        prefill.failed_pairs += 1
+        decode.failed_pairs += 1
+        if prefill.failed_pairs == decode.failed_pairs:
             return None
-        return prefill if with_prefill > with_decode else decode
+        return prefill if prefill.failed_pairs > decode.failed_pairs else decode
 
     def notify(self, worker: Worker, path: str, body: bytes) -> None:
         """Tell ``worker`` something that needs no answer; dropped when too much is on its way already."""

@@ -169,7 +169,7 @@ class Target(Charged):
         "breaker",
         "calibration",
         "epoch",
-        "failed_with",
+        "failed_pairs",
         "load_report",
         "paused_firmly",
         "paused_until",
@@ -189,8 +189,8 @@ class Target(Charged):
         self.load_report: Load | None = None
         self.epoch = 0
         """Counts its engine's starts: what was promised in one is void in the next."""
-        self.failed_with: set[int] = set()
-        """Targets with which handing over KV failed since it last worked."""
+        self.failed_pairs = 0
+        """How often handing over KV failed, with whomever, since it last worked."""
 
 
 class Charge:

@@ -80,7 +80,7 @@ def memory(request: Request, target: Target) -> float:
     if lacking <= 0.0 or target.active <= 0.0:
         return 0.0
     answer = EXPECTED_OUTPUT * (target.rates.base + target.busy * target.rates.decode)
-    return lacking / target.active * answer
+    return min(lacking / target.active, 1.0) * answer
 
 
 def terms(request: Request, target: Target, least: float | None, now: float, thrift: float = 0.0) -> Terms:

@@ -36,15 +36,15 @@ from policies.base import (
 from policies.cache_aware import CacheAware, least_homed
 from policies.cost import EXPECTED_OUTPUT, memory, terms, turn
 
-DISTURBED = 0.5
-"""Weight of a second by which a prefill on a decode engine delays each answer there, against a second of the request's own."""
+DISTURBED = 0.1
+"""`Disaggregated.disturbance` by default: answers begin as soon as under the best fixed rule, and are as steady."""
 
 LEAST_LENT = 64
 """Tokens of a prompt below which handing KV back is not worth a transfer: engines compute them (vLLM's
 ``kv_recompute_threshold``)."""
 
 
-class _Stage(NamedTuple):
+class Stage(NamedTuple):
     """A prefill engine with what it costs to have the prompt computed there."""
 
     target: Target
@@ -54,6 +54,9 @@ class _Stage(NamedTuple):
 
 class Disaggregated:
     """The module's head says how. ``margin`` and ``thrift`` are those of ``cache_aware``.
+
+    ``disturbance``: what a second counts by which a prefill on a decode engine delays each answer there, against a second of
+    the request's own. The more, the steadier are answers, and the later they begin.
 
     ``prefill`` and ``decode``: policies, by name or as a mapping, that choose each side by themselves; then every request
     takes a pair.
@@ -67,18 +70,27 @@ class Disaggregated:
         *,
         margin: float | None = None,
         thrift: float = 0.0,
+        disturbance: float = DISTURBED,
         prefill: str | Mapping[str, Any] | None = None,
         decode: str | Mapping[str, Any] | None = None,
     ) -> None:
-        self._whole = CacheAware(margin=margin, thrift=thrift)
-        self.thrift = self._whole.thrift
+        self.thrift = number(self.name, "thrift", thrift, 0.0, 100.0)
         self.margin = None if margin is None else number(self.name, "margin", margin, 0.0, 3600.0)
+        self.disturbance = number(self.name, "disturbance", disturbance, 0.0, 100.0)
+        self._whole = CacheAware(margin=margin, thrift=thrift)
         self._sides: Sides | None = None
         if prefill is not None or decode is not None:
-            self._sides = Sides(
-                _side("prefill", prefill if prefill is not None else decode),
-                _side("decode", decode if decode is not None else prefill),
-            )
+            for option, given in (
+                ("margin", margin is not None),
+                ("thrift", bool(thrift)),
+                ("disturbance", disturbance != DISTURBED),
+            ):
+                if given:
+                    raise BadOption(f"disaggregated.{option} is of no use beside prefill and decode", option)
+            first = None if prefill is None else _side("prefill", prefill)
+            second = first if decode is None else _side("decode", decode)
+            assert second is not None, "one of them is given"
+            self._sides = Sides(first or second, second)
         self.needs_prefix = self._sides is None or self._sides.needs_prefix
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
@@ -87,7 +99,7 @@ class Disaggregated:
             return self._sides.choose(request, fleet, now)
         if fleet.prefill is None:
             return self._whole.choose(request, fleet, now)
-        stages = self._stages(request, fleet.prefill, now)
+        stages = self._stages(request, fleet, fleet.prefill, now)
         rows = self._rows(request, fleet, stages, now)
         costs = [row.terms.total for row in rows]
         home = None if request.home is None else next((r for r in rows if r.target.id == request.home), None)
@@ -125,7 +137,7 @@ class Disaggregated:
         if fleet.prefill is None:
             return self._whole.explain(request, fleet, now)
         chosen = self.choose(request, fleet, now)
-        stages = self._stages(request, fleet.prefill, now)
+        stages = self._stages(request, fleet, fleet.prefill, now)
         rows = [
             Candidate(
                 row.target,
@@ -133,7 +145,7 @@ class Disaggregated:
                 request.holdings.get(row.target.id, 0),
                 None if row.stage is None else row.stage.target,
             )
-            for row in self._priced(request, fleet, stages, now)
+            for row in self.ways(request, fleet, stages, now)
         ]
         return sorted(
             rows,
@@ -145,13 +157,16 @@ class Disaggregated:
 
     # -- the first stage --------------------------------------------------------------------------------------------
 
-    def _stages(self, request: Request, fleet: Fleet, now: float) -> dict[str, _Stage]:
+    def _stages(self, request: Request, fleet: Fleet, prefill: Fleet, now: float) -> dict[str, Stage]:
         """Pool -> its cheapest prefill engine; the session's own unless another saves more than the margin."""
         asked = _asked_of_prefill(request)
-        least = least_homed(asked, fleet)
-        pools: dict[str, list[_Stage]] = {}
-        for target in fleet.targets:
-            pools.setdefault(target.pool, []).append(self._stage(asked, target, least, now))
+        lender = _lender(request, fleet)
+        least = least_homed(asked, prefill)
+        pools: dict[str, list[Stage]] = {}
+        for target in prefill.targets:
+            near = lender is not None and lender.pool == target.pool
+            lent = min(request.lent, (request.tokens or 1) - 1) if near else 0
+            pools.setdefault(target.pool, []).append(self._stage(asked, target, lent, least, now))
         found = {}
         for pool, stages in pools.items():
             costs = [stage.terms.total for stage in stages]
@@ -164,65 +179,81 @@ class Disaggregated:
             found[pool] = best
         return found
 
-    def _stage(self, asked: Request, target: Target, least: float | None, now: float) -> _Stage:
+    def _stage(self, asked: Request, target: Target, lendable: int, least: float | None, now: float) -> Stage:
         own = terms(asked, target, least, now, self.thrift)
         tokens = asked.tokens or 0
         held = min(asked.holdings.get(target.id, 0), tokens)
-        if asked.lent - held < LEAST_LENT:
-            return _Stage(target, own, False)
-        holdings = {**asked.holdings, target.id: asked.lent}
+        if lendable - held < LEAST_LENT:
+            return Stage(target, own, False)
+        holdings = {**asked.holdings, target.id: lendable}
         lent = terms(replace(asked, holdings=holdings), target, least, now, self.thrift)
-        lent = lent._replace(transfer=target.rates.moved(asked.lent - held))
-        return _Stage(target, lent, True) if lent.total < own.total else _Stage(target, own, False)
+        lent = lent._replace(transfer=target.rates.moved(lendable - held))
+        return Stage(target, lent, True) if lent.total < own.total else Stage(target, own, False)
 
     # -- both stages ------------------------------------------------------------------------------------------------
 
-    def _rows(self, request: Request, fleet: Fleet, stages: Mapping[str, _Stage], now: float) -> "list[_Row]":
+    def _rows(self, request: Request, fleet: Fleet, stages: Mapping[str, Stage], now: float) -> list["Way"]:
         """Of each target that can generate the cheapest way."""
-        best: dict[int, _Row] = {}
-        for row in self._priced(request, fleet, stages, now):
+        best: dict[int, Way] = {}
+        for row in self.ways(request, fleet, stages, now):
             before = best.get(row.target.id)
             if before is None or row.terms.total < before.terms.total:
                 best[row.target.id] = row
         return list(best.values())
 
-    def _priced(self, request: Request, fleet: Fleet, stages: Mapping[str, _Stage], now: float) -> "list[_Row]":
+    def ways(self, request: Request, fleet: Fleet, stages: Mapping[str, Stage], now: float) -> list["Way"]:
+        """All that are priced; of each target that can generate one or two."""
         least = least_homed(request, fleet)
+        decoding = [target.busy for target in fleet.targets if target.role is Role.DECODE]
+        usual = sum(decoding) / len(decoding) if decoding else 0.0
         rows = []
         for target in fleet.targets:
             alone = terms(request, target, least, now, self.thrift)
             full = memory(request, target)
             if target.role is not Role.DECODE:
-                rows.append(_Row(target, alone._replace(memory=full), None))
+                rows.append(Way(target, alone._replace(memory=full), None))
                 continue
             stage = stages.get(target.pool)
             if stage is not None:
-                rows.append(_Row(target, _paired(request, target, alone, stage, full, now), stage))
+                rows.append(Way(target, _paired(request, target, alone, stage, full, now), stage))
             if target.whole:
-                drag = target.busy * (DISTURBED * alone.prefill + EXPECTED_OUTPUT * target.rates.decode)
-                rows.append(_Row(target, alone._replace(interference=drag, memory=full), None))
-        return rows
+                drag = target.busy * EXPECTED_OUTPUT * target.rates.decode
+                drag += self.disturbance * disturbed(target, alone.prefill, usual)
+                rows.append(Way(target, alone._replace(interference=drag, memory=full), None))
+        # Who serves in pairs only, and has no partner, is still somebody.
+        return rows or [Way(target, terms(request, target, least, now, self.thrift), None) for target in fleet.targets]
 
 
-class _Row(NamedTuple):
+def disturbed(target: Target, prefill: float, usual: float) -> float:
+    """Seconds that ``prefill`` seconds on a decode engine cost those that generate there: each that does now waits all of
+    them, each that comes meanwhile half. Where ``usual`` requests generate at a time for ``answer`` seconds each,
+    ``usual / answer`` come a second (Little's law)."""
+    answer = EXPECTED_OUTPUT * (target.rates.base + usual * target.rates.decode)
+    coming = usual * prefill / answer
+    return prefill * (target.busy + 0.5 * coming)
+
+
+class Way(NamedTuple):
     """One way to serve a request."""
 
     target: Target
     terms: Terms
-    stage: _Stage | None
+    stage: Stage | None
 
 
-def _paired(request: Request, target: Target, alone: Terms, stage: _Stage, full: float, now: float) -> Terms:
+def _paired(request: Request, target: Target, alone: Terms, stage: Stage, full: float, now: float) -> Terms:
     """``stage``, then ``target``, which is busy with prompts of its own until then (``alone``: what it costs without)."""
     first = stage.terms
     tokens = request.tokens or 0
     held = min(request.holdings.get(target.id, 0), tokens)
+    queue = target.waits(now)
     return Terms(
-        wait=max(first.wait, target.waits(now) - first.prefill),
+        # Who starts slowly is not in time for its share because others compute (`alone.wait`, less its queue).
+        wait=max(first.wait, queue - first.prefill) + alone.wait - queue,
         prefill=first.prefill,
-        interference=target.busy * EXPECTED_OUTPUT * target.rates.decode,
+        interference=first.interference + target.busy * EXPECTED_OUTPUT * target.rates.decode,
         placement=first.placement + alone.placement,
-        restore=first.restore,
+        restore=first.restore + alone.restore,
         delay=first.delay,
         transfer=first.transfer + target.rates.moved(tokens - held),
         memory=full,
@@ -255,19 +286,23 @@ class Sides:
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
         """A pair of one pool; one target where the fleet has no such pair."""
         first, able = self._first(request, fleet, now)
-        second = self.decode.choose(request, able, now)
+        second = self.decode.choose(_second(request, fleet, first), able, now)
         return second if first is None else second._replace(prefill=first.target)
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
         """The decode policy's view, with the prefill engine that was chosen."""
         first, able = self._first(request, fleet, now)
-        rows = self.decode.explain(request, able, now)
+        rows = self.decode.explain(_second(request, fleet, first), able, now)
         return rows if first is None else [row._replace(prefill=first.target) for row in rows]
 
     def _first(self, request: Request, fleet: Fleet, now: float) -> tuple[Choice | None, Fleet]:
         if fleet.prefill is None:
             return None, fleet
         pools = {target.pool for target in fleet.targets if target.role is Role.DECODE}
+        home = _lender(request, fleet)
+        if self.decode.needs_session and home is not None and home.role is Role.DECODE:
+            # A session does not leave its home because a partner elsewhere was free.
+            pools = {home.pool} if _within(fleet.prefill.targets, {home.pool}) else pools
         first = _within(fleet.prefill.targets, pools)
         if first is None:
             return None, fleet
@@ -276,6 +311,14 @@ class Sides:
         second = _within(decoders, {choice.target.pool})
         assert second is not None, "its pool was asked for"
         return choice, second
+
+
+def _second(request: Request, fleet: Fleet, first: Choice | None) -> Request:
+    """``request`` as the decode policy sees it: what turns and what is drawn must not go with the first side's."""
+    if first is None or fleet.prefill is None:
+        return request
+    turn_, draw = request.ordinal // len(fleet.prefill.targets), request.draw
+    return replace(request, ordinal=turn_, draw=(draw >> 32 | draw << 32) & (1 << 64) - 1)
 
 
 def _within(targets: Sequence[Target], pools: set[str]) -> Fleet | None:

@@ -128,6 +128,8 @@ class Beliefs:
             sent.shadow = min(request.exact.get(target, 0), sent.turn.tokens - 1) // self.block * self.block
             sent.routed = sent.depths.get(target, 0) * self.block
         sent.pin = self.index.sent(NAMESPACE, sent.symbols, target, now, self.ids)
+        if sent.decoder is not None:
+            sent.second = self.index.sent(NAMESPACE, sent.symbols, sent.decoder, now, self.ids)
         if sent.session is not None:
             sent.used = sent.session.sent if sent.session.sent_to == target else None
             sent.session.sent, sent.session.sent_to = now, target
@@ -144,6 +146,8 @@ class Beliefs:
         turn, session = sent.turn, sent.session
         if sent.pin is not None:
             self.index.landed(NAMESPACE, sent.symbols, sent.target, sent.pin, sent.at, now)
+        if sent.second is not None and sent.decoder is not None:
+            self.index.landed(NAMESPACE, sent.symbols, sent.decoder, sent.second, sent.at, now)
         if sent.predicted is not None:
             self._report(sent, sent.predicted, cached, now)
             if self.options.states is not None:
@@ -153,10 +157,11 @@ class Beliefs:
         if session is not None:
             session.symbols, session.tokens = sent.symbols, turn.tokens
             session.tail = max(0, turn.output - 1) if self.answers else 0
-            session.tail_at = sent.target if self.answers and sent.decoder is None else None
+            generated = sent.target if sent.decoder is None else sent.decoder
+            session.tail_at = generated if self.answers else None
             session.ended = now
             made = (turn.tokens + turn.output - 1) // self.block - cached // self.block
-            session.awaits = sent.stored + made if sent.stored is not None else 0
+            session.awaits = sent.stored + made if sent.stored is not None and sent.decoder is None else 0
 
     def _report(self, sent: Sent, predicted: int, cached: int, now: float) -> None:
         trust = self.index.trust.get(sent.target)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from load_tests.simulate.engine import Engine
 from load_tests.simulate.fleet import Asked, Outcome
 
 TURNS = ((1, 1), (2, 2), (3, 3), (4, 8), (9, 16), (17, 32), (33, None))
@@ -21,15 +20,14 @@ class Goal(NamedTuple):
 def row(outcome: Outcome, ceiling: float, goal: Goal | None = None, price: float | None = None) -> dict[str, Any]:
     """One policy's figures; ``None`` where nothing tells them. ``price``: of one engine's hour.
 
-    Hits and imbalance are those of the engines that compute prompts.
+    With prefill apart a prompt's hit is that of the engine that computed it, and imbalance is of the prefill engines.
     """
     asked = outcome.asked
     ttft = sorted([each.first - each.arrived for each in asked])
     pace = sorted([pace for each in asked if (pace := tpot(each)) is not None])
     sessions = _Sessions(asked)
-    computing = computes(outcome)
-    prompt = sum(engine.totals.prompt for engine in computing)
-    computed = [engine.totals.computed for engine in computing]
+    prompt, computed = _computed(outcome)
+    balanced = computed[: outcome.prefill] if outcome.prefill and any(computed[: outcome.prefill]) else computed
     cost = None if price is None else price * len(outcome.engines) * outcome.seconds / 3600
     good = None if goal is None or not asked else sum(_good(each, goal) for each in asked) / len(asked)
     return {
@@ -40,12 +38,14 @@ def row(outcome: Outcome, ceiling: float, goal: Goal | None = None, price: float
         "ttft_p50_ms": _ms(quantile(ttft, 0.5)),
         "ttft_p90_ms": _ms(quantile(ttft, 0.9)),
         "ttft_p99_ms": _ms(quantile(ttft, 0.99)),
+        "tpot_mean_ms": _ms(sum(pace) / len(pace) if pace else None),
         "tpot_p50_ms": _ms(quantile(pace, 0.5)),
         "tpot_p99_ms": _ms(quantile(pace, 0.99)),
         "session_p50_s": _rounded(quantile(sessions.lasted, 0.5), 3),
         "session_p90_s": _rounded(quantile(sessions.lasted, 0.9), 3),
-        "imbalance": _rounded(max(computed) * len(computed) / sum(computed) if sum(computed) else None, 3),
+        "imbalance": _rounded(max(balanced) * len(balanced) / sum(balanced) if sum(balanced) else None, 3),
         "moved_sessions": sessions.moved,
+        "pair_share": _rounded(_pairs(outcome), 4),
         "goodput": _rounded(good, 4),
         "cost_per_session": _rounded(cost / len(sessions.lasted) if cost is not None and sessions.lasted else None, 6),
         "cost_per_request": _rounded(cost / len(asked) if cost is not None and asked else None, 6),
@@ -55,9 +55,23 @@ def row(outcome: Outcome, ceiling: float, goal: Goal | None = None, price: float
     }
 
 
-def computes(outcome: Outcome) -> list[Engine]:
-    """The engines that compute prompts: all, or those before the ones that only generate."""
-    return outcome.engines[: outcome.prefill] if outcome.prefill else outcome.engines
+def _pairs(outcome: Outcome) -> float | None:
+    """Share of requests that two engines served; ``None`` where all do both."""
+    if not outcome.prefill or not outcome.asked:
+        return None
+    return sum(each.sent.decoder is not None for each in outcome.asked) / len(outcome.asked)
+
+
+def _computed(outcome: Outcome) -> tuple[int, list[int]]:
+    """Prompt tokens that were asked, and of each engine those that it computed."""
+    engines = outcome.engines
+    if not outcome.prefill:
+        return sum(engine.totals.prompt for engine in engines), [engine.totals.computed for engine in engines]
+    # The totals of a decode engine count what came to it from others too.
+    computed = [0] * len(engines)
+    for each in outcome.asked:
+        computed[each.worker] += each.asks.tokens - each.cached
+    return sum(each.asks.tokens for each in outcome.asked), computed
 
 
 def tpot(asked: Asked) -> float | None:

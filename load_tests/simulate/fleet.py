@@ -166,7 +166,8 @@ class Simulation:
 
     def _submit(self, asked: Asked, now: float) -> None:
         turn = asked.asks
-        alone = self.conditions.prefill == 0
+        # Prefill engines compute prompts, and one token to end with.
+        alone = asked.sent.decoder is None
         ids = (*turn.blocks, *turn.after) if turn.after and alone else turn.blocks
         work = Work(turn.tokens, turn.output if alone else 1, ids, asked)
         if self.conditions.held:
@@ -222,7 +223,7 @@ class Simulation:
         """The prompt is computed; its KV goes to an engine that generates, as far as it is not there."""
         turn = asked.asks
         asked.cached = work.cached or 0
-        asked.decoder = asked.router.handed(asked.sent, now)
+        asked.decoder = asked.router.handed(asked.sent, asked.cached, now)
         ids = (*turn.blocks, *turn.after) if turn.after else turn.blocks
         engine = self.engines[asked.decoder]
         held = engine.cache.match(ids, len(turn.blocks)) * engine.options.block

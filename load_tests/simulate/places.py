@@ -22,7 +22,7 @@ class Reported(NamedTuple):
 class Place(Charged):
     """One target with its charges, and what other routers' rules count."""
 
-    __slots__ = ("active", "filled", "joined", "pending", "reported", "reused")
+    __slots__ = ("filled", "joined", "pending", "reported", "reused")
 
     def __init__(self, id: int, rates: Rates) -> None:
         super().__init__(id, f"worker-{id}", rates)
@@ -30,8 +30,6 @@ class Place(Charged):
         """When it joined a fleet at work; ``None``: it was there from the beginning."""
         self.pending = 0
         """Uncached tokens of prompts that have not begun to answer."""
-        self.active = 0
-        """Prompt tokens of requests in flight."""
         self.reported = Reported()
         self.filled = 0.0
         """Share of its cache that is believed to be in use."""
@@ -41,7 +39,7 @@ class Place(Charged):
     def emptied(self) -> None:
         """Its engine died, and everything on it."""
         self.running, self.foreign, self.queued = 0, 0.0, 0.0
-        self.pending = self.active = 0
+        self.pending, self.active = 0, 0.0
         self.recount()
 
 
@@ -69,6 +67,7 @@ class Session:
 
     hash: int
     home: int | None = None
+    partner: int | None = None
     running: int = 0
     used: float = 0.0
     sent: float = 0.0
@@ -107,6 +106,13 @@ class Sent:
     pin: Node | None = None
     first: float | None = None
     decoder: int | None = None
+    """Who generates, if that is not the target."""
+    moved: int = 0
+    """Tokens that the decoder is believed to lack."""
+    handed: float = 0.0
+    """When its prompt was computed."""
+    second: Node | None = None
+    """The decoder's pin."""
 
 
 @dataclass(slots=True)
@@ -114,5 +120,7 @@ class Decisions:
     """What the router decided so far."""
 
     reasons: dict[str, int] = field(default_factory=dict)
+    pairs: int = 0
+    """Requests whose prompt another engine computed than the one that generated."""
     rehomed: int = 0
     """Times that a session's home changed."""

@@ -18,9 +18,11 @@ from load_tests.simulate.conditions import Conditions
 from load_tests.simulate.engine import Options
 from load_tests.simulate.places import Asking, Decisions, Place, Reported, Sent, Session
 from load_tests.simulate.traffic import Turn
-from policies.base import Choice, Fleet, Policy, Rates, rendezvous
+from policies.base import Choice, Fleet, Policy, Rates, Role
 from policies.calibrate import Calibration
 from policies.demand import Demand
+from policies.disaggregated import Sides, paired
+from policies.least_load import LeastLoad
 
 IDLE = 1800.0
 """Seconds after which an unused session is forgotten, as the gateway has it by default."""
@@ -51,6 +53,7 @@ class Router:
         idle: float = IDLE,
     ) -> None:
         self.policy = policy
+        self._decides = _in_pairs(policy) if conditions is not None and conditions.prefill else policy
         self.idle = idle
         self.learning = Calibration() if learn else None
         rates = self.learning.rates if self.learning else Rates()
@@ -58,6 +61,10 @@ class Router:
         conditions = conditions or Conditions()
         self._absent = conditions.joins()
         self._prefill = conditions.prefill
+        for place in self.places:
+            place.room = options.kv_tokens
+            if conditions.prefill:
+                place.role = Role.PREFILL if place.id < conditions.prefill else Role.DECODE
         self.beliefs = Beliefs(workers, options, told, answers)
         self.sessions: OrderedDict[str, Session] = OrderedDict()
         self.decisions = Decisions()
@@ -70,25 +77,29 @@ class Router:
     def _see(self) -> None:
         """Who may be used."""
         able = [place for place in self.places if place.id not in self._absent]
-        self.fleet = Fleet(able[: self._prefill] if self._prefill else able)
-        self.decoders = able[self._prefill :] if self._prefill else []
+        first = Fleet(able[: self._prefill]) if self._prefill else None
+        self.fleet = Fleet(able[self._prefill :], first)
 
     # -- deciding ---------------------------------------------------------------------------------------------------
 
     def send(self, turn: Turn, name: str | None, now: float) -> Sent:
         """Choose a target for a request of the session ``name``, and commit the choice."""
-        policy = self.policy
+        policy = self._decides
         request = Asking(draw=self._random.getrandbits(64), ordinal=self._ordinal, turn=turn, name=name)
         self._ordinal += 1
         session = self._session(name, now) if name is not None and policy.needs_session else None
         if session is not None:
             request.session, request.home, request.siblings = session.hash, session.home, session.running
-        request.crowd, request.turns = self.demand.crowd(len(self.fleet.targets), now), self.demand.turns
+            request.partner = session.partner
+        computing = self.fleet.targets if self.fleet.prefill is None else self.fleet.prefill.targets
+        request.crowd, request.turns = self.demand.crowd(len(computing), now), self.demand.turns
         symbols, depths = self.beliefs.match(request, turn, session, now) if policy.needs_prefix else (b"", {})
         choice = policy.choose(request, self.fleet, now)
-        place = self.places[choice.target.id]
+        generates = self.places[choice.target.id]
+        place = generates if choice.prefill is None else self.places[choice.prefill.id]
         reasons = self.decisions.reasons
         reasons[choice.reason] = reasons.get(choice.reason, 0) + 1
+        self.decisions.pairs += place is not generates
         held = min(request.holdings.get(place.id, 0), turn.tokens)
         seconds = place.rates.prefill(turn.tokens - held, held)
         alone = not place.running and not place.foreign
@@ -99,7 +110,14 @@ class Router:
             self.demand.turn(request.home is None)
             session.running += 1
             if session.home is None or choice.moves_home:
-                self._bind(session, place.id)
+                self._bind(session, generates.id)
+            if place is not generates and (session.partner is None or not request.siblings):
+                self._bind_partner(session, place.id)
+        if place is not generates:
+            sent.decoder = generates.id
+            sent.moved = turn.tokens - min(request.holdings.get(generates.id, 0), turn.tokens)
+            generates.running += 1
+            generates.active += turn.tokens
         if policy.needs_prefix:
             sent.symbols = symbols
             self.beliefs.sent(sent, request, now)
@@ -117,7 +135,9 @@ class Router:
             oldest = next(iter(sessions))
             if sessions[oldest].used > now - self.idle:
                 break
-            self._bind(sessions.pop(oldest), None)
+            gone = sessions.pop(oldest)
+            self._bind(gone, None)
+            self._bind_partner(gone, None)
         session = sessions.get(name)
         if session is None:
             session = sessions[name] = Session(xxh3_64_intdigest(name.encode()))
@@ -135,31 +155,45 @@ class Router:
         if home is not None:
             self.places[home].homes += 1
 
+    def _bind_partner(self, session: Session, partner: int | None) -> None:
+        if session.partner == partner:
+            return
+        if session.partner is not None:
+            self.places[session.partner].homes -= 1
+        session.partner = partner
+        if partner is not None:
+            self.places[partner].homes += 1
+
     # -- what comes back --------------------------------------------------------------------------------------------
 
-    def handed(self, sent: Sent, now: float) -> int:
-        """The prompt is computed; who generates: the one with the fewest requests, ties by the session."""
+    def handed(self, sent: Sent, cached: int, now: float) -> int:
+        """The prompt is computed, but for what was ``cached``; who generates now."""
+        assert sent.decoder is not None, "one of a pair"
         place = self.places[sent.target]
+        alone = sent.alone and place.running == 1
         place.discharge(sent, now)
         place.pending -= sent.uncached
         place.running -= 1
         place.active -= sent.turn.tokens
+        if alone and self.learning is not None:
+            computed = sent.turn.tokens - cached
+            if place.learn(self.learning, computed, cached, now - sent.at, now):
+                self._see()
         place.recount()
-        fewest = min(each.running for each in self.decoders)
-        key = sent.session.hash if sent.session is not None else self._random.getrandbits(64)
-        chosen = rendezvous(key, [each for each in self.decoders if each.running == fewest])
-        sent.decoder = chosen.id
-        self.places[chosen.id].running += 1
-        self.places[chosen.id].active += sent.turn.tokens
-        sent.alone = False
-        return chosen.id
+        sent.handed = now
+        sent.alone = self.places[sent.decoder].running == 1
+        return sent.decoder
 
     def begun(self, sent: Sent, now: float) -> None:
         """The first byte came: the prefill is over."""
         sent.first = now
         place = self.places[sent.target if sent.decoder is None else sent.decoder]
         place.busy += 1
-        if sent.decoder is None:
+        if sent.decoder is not None:
+            if sent.alone and sent.moved and self.learning is not None:
+                self.learning.moved(sent.moved, now - sent.handed)
+            sent.alone = False
+        else:
             sent.alone = sent.alone and place.running == 1
             place.discharge(sent, now)
             place.pending -= sent.uncached
@@ -231,3 +265,12 @@ class Router:
             self.places[target].forgive(self.learning, 0.0, always=True)
         self.beliefs.forget(target)
         self._see()
+
+
+def _in_pairs(policy: Policy) -> Policy:
+    """What ``policy`` does with prefill apart. One that does not ship is a router's rule for prefill engines: who generates is
+    the least busy then."""
+    shipped = paired(policy)
+    return (
+        shipped if type(policy).__module__.startswith("policies.") or shipped is policy else Sides(policy, LeastLoad())
+    )

@@ -8,7 +8,7 @@ prompts of 21,600 of which 15,000 are shared by a group, 7, 45 and 157 turns.
 from collections.abc import Callable
 from random import Random
 
-from load_tests.workloads import bursts, conversations, prefixes
+from load_tests.workloads import apart, bursts, conversations, prefixes
 from load_tests.workloads.chains import Chain, Naming, Traffic
 from load_tests.workloads.draws import BLOCK, alone, arrivals, length, pause, spread, talk
 
@@ -65,6 +65,8 @@ GENERATORS: dict[str, Callable[[int, int], Traffic]] = {
     "agents": agents,
     "causal": conversations.causal,
     "chat": conversations.chat,
+    "chat_5k": apart.chat_5k,
+    "code_30k": apart.code_30k,
     "documents": documents,
     "hot": prefixes.hot,
     "hot_some": prefixes.hot_some,

@@ -78,6 +78,8 @@ def ways(request: Request, targets: Fleet, now: float) -> list[Way]:
     assert targets.prefill is not None
     found, tokens = [], request.tokens or 0
     computed = firsts(request, targets.prefill, now)
+    decoding = [each.busy for each in targets.targets if each.role is Role.DECODE]
+    usual = sum(decoding) / max(1, len(decoding))
     for each in targets.targets:
         alone = terms(request, each, least(request, targets), now)
         full = memory(request, each)
@@ -91,10 +93,13 @@ def ways(request: Request, targets: Fleet, now: float) -> list[Way]:
             if engine.pool == each.pool:
                 ready = max(first.wait + first.prefill, each.waits(now))
                 rest = first.total - first.wait - first.prefill
-                seconds = ready + rest + hands_over + generating + alone.placement + full
+                late = alone.wait - each.waits(now)
+                seconds = ready + late + rest + hands_over + generating + alone.placement + alone.restore + full
                 found.append(Way(each, engine, source, seconds, first.total))
         if each.whole:
-            drag = each.busy * 0.5 * alone.prefill + generating
+            # Of those that come while the prompt is computed each waits half of it.
+            coming = usual * alone.prefill / (128 * (each.rates.base + usual * each.rates.decode))
+            drag = 0.1 * alone.prefill * (each.busy + coming / 2) + generating
             found.append(Way(each, None, None, alone.total - alone.interference + drag + full, 0.0))
     return found
 
@@ -254,14 +259,16 @@ def test_what_is_done_of_a_queue_is_no_wait_any_more() -> None:
 
 def test_more_running_answers_make_prefill_on_the_decode_engine_dearer() -> None:
     request, seen = Request(7, tokens=3_000, session=5, home=0, partner=100, holdings={0: 1_000, 100: 900}), []
-    for busy in range(12):
+    for busy in range(60):
         rows = POLICY.explain(request, split([decoder(0, busy=float(busy))], [prefiller(100)]), 0.0)
         local = next(row.terms for row in rows if row.prefill is None)
         pair = next(row.terms for row in rows if row.prefill is not None)
         assert local is not None
         assert pair is not None
         here = KIND.prefill(2_000, 1_000)
-        assert local.interference == pytest.approx(busy * (0.5 * here + EXPECTED_OUTPUT * KIND.decode))
+        coming = busy * here / (EXPECTED_OUTPUT * (KIND.base + busy * KIND.decode))
+        disturbed = 0.1 * here * (busy + coming / 2)
+        assert local.interference == pytest.approx(disturbed + busy * EXPECTED_OUTPUT * KIND.decode)
         assert pair.interference == pytest.approx(busy * EXPECTED_OUTPUT * KIND.decode)
         seen.append(rows[0].prefill is not None)
     assert seen == sorted(seen), "once a pair is worth it, more load keeps it so"
@@ -339,3 +346,39 @@ def test_prices_differ_by_the_tokens_that_only_the_decode_engine_holds() -> None
     answers = 74 * (KIND.token + KIND.attention * (506 + 37))
     assert pair.prefill - local.prefill == pytest.approx(answers)
     assert pair.total - local.total == pytest.approx(answers + KIND.handshake + (773 - 580) * KIND.transfer)
+
+
+def test_nothing_is_lent_to_another_pool_nor_by_a_home_that_is_not_there() -> None:
+    request = Request(7, tokens=20_000, session=5, home=0, holdings={0: 20_000}, lent=19_000, siblings=1)
+    two = split(
+        [decoder(0, wait=60.0), decoder(1, pool="b", whole=False)],
+        [prefiller(100, wait=60.0), prefiller(101, pool="b")],
+    )
+    choice = choose(request, two)
+    assert (ids(choice), choice.source) == ((1, 101), None)
+    gone = Request(7, tokens=20_000, session=5, home=9, lent=19_000)
+    alone = split([decoder(0, whole=False)], [prefiller(100)])
+    assert total(choose(gone, alone)) == pytest.approx(total(choose(Request(7, tokens=20_000, session=5), alone)))
+
+
+def test_no_more_is_lent_than_the_prompt_has() -> None:
+    request = Request(7, tokens=500, session=5, home=0, holdings={100: 490}, lent=1_000)
+    rates = Rates(token=1e-2)
+    assert choose(request, split([decoder(0, whole=False)], [prefiller(100, rates=rates)])).source is None
+
+
+def test_a_decode_engine_that_starts_slowly_gets_less_than_its_share_of_pairs() -> None:
+    engines = [decoder(at, whole=False, share=0.1 if at == 0 else 1.0) for at in range(4)]
+    targets, draws, seen = split(engines, [prefiller(100)]), Random(5), [0] * 4
+    for _ in range(200):
+        choice = choose(Request(draws.getrandbits(64), tokens=2_000), targets)
+        choice.target.running += 1
+        choice.target.busy += 1
+        seen[choice.target.id] += 1
+    assert seen[0] < 40 < min(seen[1:])
+
+
+def test_what_the_decode_engine_must_bring_back_counts_in_a_pair_too() -> None:
+    request = Request(7, tokens=10_000, holdings={0: 9_900}, restored={0: (0, 0, 9_900)})
+    targets = split([decoder(0, whole=False), decoder(1, whole=False)], [prefiller(100)])
+    assert choose(request, targets).target.id == 1

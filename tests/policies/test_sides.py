@@ -89,10 +89,32 @@ def test_cache_aware_keeps_its_options() -> None:
 
 @given(st.integers(0, 10_000))
 def test_round_robin_turns_on_either_side(ordinal: int) -> None:
+    # So that each of one side meets each of the other, the second turns when the first is round.
     assert ids(paired(load("round_robin")).choose(Request(ordinal=ordinal), pairs(3, 2), 0.0)) == (
-        ordinal % 3,
+        ordinal // 2 % 3,
         100 + ordinal % 2,
     )
+
+
+@pytest.mark.parametrize("name", ["round_robin", "random", "power_of_two"])
+def test_in_two_pools_every_engine_of_either_side_is_used(name: str) -> None:
+    targets = split(
+        [decoder(0), decoder(1), decoder(2, pool="b"), decoder(3, pool="b")],
+        [prefiller(100), prefiller(101, pool="b")],
+    )
+    policy, draws, seen = paired(load(name)), Random(5), Counter[int]()
+    for ordinal in range(400):
+        seen[policy.choose(Request(draws.getrandbits(64), ordinal), targets, 0.0).target.id] += 1
+    assert min(seen[at] for at in range(4)) > 60
+
+
+def test_a_session_does_not_leave_its_home_for_a_partner_elsewhere() -> None:
+    targets = split([decoder(0), decoder(1, pool="b")], [prefiller(100), prefiller(101, pool="b")])
+    policy, draws = paired(load("session")), Random(6)
+    for _ in range(50):
+        request = Request(draws.getrandbits(64), session=draws.getrandbits(64), home=0)
+        choice = policy.choose(request, targets, 0.0)
+        assert (ids(choice), choice.reason) == ((0, 100), "home")
 
 
 @pytest.mark.parametrize("name", ["random", "power_of_two", "least_load", "prefix_hash", "consistent_hash", "session"])
@@ -227,3 +249,18 @@ def test_bad_numbers_are_refused_and_named(option: str) -> None:
             load("disaggregated", {option: value})
         assert found.value.option == option
         assert option in str(found.value)
+
+
+@pytest.mark.parametrize("option", ["margin", "thrift"])
+def test_a_bad_option_is_named_as_it_was_given(option: str) -> None:
+    with pytest.raises(BadOption, match=f"disaggregated.{option}") as found:
+        load("disaggregated", {option: -1})
+    assert found.value.option == option
+    with pytest.raises(BadOption, match="no use") as beside:
+        load("disaggregated", {option: 1.0, "decode": "random"})
+    assert beside.value.option == option
+
+
+def test_one_bad_side_is_named() -> None:
+    with pytest.raises(BadOption, match=r"disaggregated\.decode"):
+        load("disaggregated", {"decode": "nonsense"})

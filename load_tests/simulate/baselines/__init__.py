@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from load_tests.simulate.baselines.blends import LlmdBlend
 from load_tests.simulate.baselines.hashes import SessionHash
+from load_tests.simulate.baselines.pairs import AlwaysLocal, AlwaysPair, LowThreshold, Threshold
 from load_tests.simulate.baselines.preble import Preble
 from load_tests.simulate.baselines.seconds import DynamoCost, LeastWait, MooncakeLeast, Oracle
 from load_tests.simulate.baselines.sglang import SglangCacheAware
@@ -15,7 +16,20 @@ from policies.base import Policy
 
 BASELINES: dict[str, Callable[[], Policy]] = {
     kind.name: kind
-    for kind in (DynamoCost, LeastWait, LlmdBlend, MooncakeLeast, Oracle, Preble, SessionHash, SglangCacheAware)
+    for kind in (
+        AlwaysLocal,
+        AlwaysPair,
+        DynamoCost,
+        LeastWait,
+        LlmdBlend,
+        LowThreshold,
+        MooncakeLeast,
+        Oracle,
+        Preble,
+        SessionHash,
+        SglangCacheAware,
+        Threshold,
+    )
 }
 
 __all__ = ["BASELINES"]

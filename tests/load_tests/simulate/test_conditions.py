@@ -105,7 +105,8 @@ def test_prefill_apart_from_decode() -> None:
     naming = Naming()
     start = naming.fresh(20)
     turns = (Turn(start, 20 * BLOCK + 5, 30), Turn(start + naming.fresh(4), 24 * BLOCK + 5, 30, (), 3.0))
-    outcome = run(Traffic("pd", BLOCK, [Chain(0.0, turns, "s")]), workers=3, conditions=Conditions(prefill=1))
+    chains = [Chain(0.0, turns, "s")]
+    outcome = run(Traffic("pd", BLOCK, chains), "round_robin", workers=3, conditions=Conditions(prefill=1))
     first, second = outcome.asked
     assert {first.worker, second.worker} == {0}
     assert {first.decoder, second.decoder} <= {1, 2}
@@ -185,7 +186,9 @@ def test_impossible_conditions_are_named(given: dict[str, Any], named: str) -> N
 
 def test_a_moved_request_that_loses_its_kv_is_computed_where_it_is() -> None:
     chains = [Chain(0.0, (Turn((), 6 * BLOCK, 6 * BLOCK),)) for _ in range(3)]
-    tight = run(Traffic("pd", BLOCK, chains), workers=2, kv_tokens=24 * BLOCK, conditions=Conditions(prefill=1))
+    tight = run(
+        Traffic("pd", BLOCK, chains), "round_robin", workers=2, kv_tokens=24 * BLOCK, conditions=Conditions(prefill=1)
+    )
     decode = tight.engines[1].totals
     assert decode.preemptions > 0
     assert decode.recomputed >= 6 * BLOCK

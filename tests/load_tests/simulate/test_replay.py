@@ -20,6 +20,8 @@ FIGURES = {
     "ttft_p50_ms",
     "ttft_p90_ms",
     "ttft_p99_ms",
+    "pair_share",
+    "tpot_mean_ms",
     "tpot_p50_ms",
     "tpot_p99_ms",
     "session_p50_s",
@@ -114,14 +116,14 @@ def test_traces_are_looked_for_in_their_folder(
     ("arguments", "message"),
     [
         (["nothing.jsonl"], "TRACE 'nothing.jsonl' is no file"),
-        (["nothing.jsonl"], "generators: agents, causal, chat, documents, "),
+        (["nothing.jsonl"], "generators: agents, causal, chat, chat_5k, code_30k, documents, "),
         (["load", "--policy", "best"], "--policy: no policy is called 'best'; there are: "),
         (["load", "--policy", ","], "--policy names no policy"),
         (["load", "--kv-tokens", "100"], "--kv-tokens: kv_tokens must be at least one block of 128 tokens, not 100"),
         (["load", "--kv-tokens", "10"], "--kv-tokens: kv_tokens must be at least one block of 16 tokens, not 10"),
         (["load", "--kv-tokens", "1000"], "--kv-tokens 1000 is too small"),
         (["."], "TRACE .: Is a directory"),
-        (["load", "--policy", "best"], "to compare with: dynamo_cost, "),
+        (["load", "--policy", "best"], "to compare with: always_local, always_pair, dynamo_cost, "),
         (["load", "--pd", "2:3", "--workers", "4"], "--pd 2:3 makes 5 engines, not --workers 4; leave --workers out"),
         (["load", "--pd", "2:3", "--held"], "leave --held or --pd out"),
         (["load", "--event-lag", "1"], "--event-lag tells how late events are; add --events"),
@@ -242,13 +244,17 @@ def test_reports_tell_a_gateway_of_the_others_load_as_often_as_asked(capsys: pyt
 
 def test_prefill_apart_from_decode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    command = ["replay", "agents", "--limit", "100", "--policy", "cache_aware", "--pd", "2:3", "--workers", "5"]
+    command = ["replay", "chat_5k", "--limit", "300", "--policy", "cache_aware", "--pd", "2:3", "--workers", "5"]
     assert main(command) == 0
     assert "5 simulated workers (2 prefill, 3 decode) of 500,000 KV tokens" in capsys.readouterr().out
     row = figures(capsys, *command[1:])
     assert 0.5 < row["token_hit_rate"] <= row["ceiling"] + 0.01
+    assert 0.0 < row["pair_share"] < 1.0, "some turns are worth a transfer, and some are not"
+    command[command.index("cache_aware")] = "always_pair"
+    always = figures(capsys, *command[1:])
+    assert always["pair_share"] == 1.0
     # Of two engines none can have more than twice the mean; with those that generate it could.
-    assert row["imbalance"] <= 2.0
+    assert always["imbalance"] <= 2.0
 
 
 def test_goodput_and_costs_are_told_where_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
