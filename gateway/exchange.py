@@ -365,7 +365,8 @@ class Exchange:
     def _peek(self, data: bytes) -> None:
         """Hold a stream until its first event shows whether the engine has begun."""
         self.held += data
-        event = first_event(self.held)
+        # Of a pair the decode engine opens its stream before it has the KV.
+        event = first_event(self.held, self.dialect.opens if self.legs is not None else None)
         if event is None and len(self.held) <= self.gateway.limits_out.held:
             return
         failure = self.dialect.failure(event) if event is not None else None

@@ -222,16 +222,17 @@ class Fleet:
         first = view.prefill
         stages = [] if first is None else [target for target in first.targets if target.id not in tried]
         left = [target for target in view.targets if target.id not in tried]
-        return _staged(left, stages)
+        # Those that rest are better than nobody.
+        return _staged(left, stages) or self._make_view(model, tried)
 
-    def _make_view(self, model: str | None) -> View | None:
+    def _make_view(self, model: str | None, tried: Iterable[int] = ()) -> View | None:
         now = self.clock()
         able = [
             target
             for worker in self.workers.values()
             if worker.state is State.READY and _serves(worker, model)
             for target in worker.targets
-            if target.breaker.allows(now)
+            if target.breaker.allows(now) and target.id not in tried
         ]
         rests = [target for target in able if target.role is not Role.PREFILL]
         if len(rests) == len(able):

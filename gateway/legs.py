@@ -266,7 +266,7 @@ class Legs:
         """Tokens that the decode engine must get."""
         self.tells_ids = tells_ids
         self.ids: bytes | None = None
-        """Token ids of the prompt, as the prefill engine told them."""
+        """Token ids of the prompt, where the prefill engine told the very ones that were rendered here."""
         self.leg: Leg | None = None
         self.charge: Charge | None = None
         self.decode_body = b""

@@ -104,7 +104,13 @@ class Pairs:
             return
         if legs.tells_ids:
             told = read(body)
-            legs.ids = None if told is None else told.prompt
+            ids = None if told is None else told.prompt
+            if ids is not None and ids == exchange.ask.ids:
+                legs.ids = ids
+            else:
+                # What cannot be compared, or was rendered otherwise, is not safe to go on from.
+                why = "untold" if ids is None else "rendered_otherwise"
+                gateway.metrics.pair_returns.add((exchange.ask.model_name, why))
         if charge is None or not charge.alone or legs.pair.lent is not None:
             return
         usage = exchange.dialect.usage(body, False)
@@ -133,21 +139,16 @@ class Pairs:
         legs.prefill.failed_pairs = legs.decode.failed_pairs = 0
         ask = exchange.ask
         session = ask.session
-        if not legs.tells_ids or session is None or not ask.ids:
+        if legs.ids is None or session is None:
             return
         gateway = self.gateway
         found = offered(exchange.tail, exchange.events)
         if found is None:
             return
-        if legs.ids != ask.ids:
-            # What cannot be compared, or was rendered otherwise, is not safe to go on from.
-            why = "untold" if legs.ids is None else "rendered_otherwise"
-            gateway.metrics.pair_returns.add((ask.model_name, why))
-            return
         tokens, params, said = found
         gateway.metrics.pair_returns.add((ask.model_name, "offered"))
         until, at = gateway.clock() + self.keep, legs.decode
-        gateway.routing.offers.put(session.key, at.id, at.epoch, params, ask.ids + said, tokens, until)
+        gateway.routing.offers.put(session.key, at.id, at.epoch, params, legs.ids + said, tokens, until)
 
     # -- failing ----------------------------------------------------------------------------------------------------
 

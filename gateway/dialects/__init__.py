@@ -104,6 +104,10 @@ class Dialect(Protocol):
         """(status, message) if the first event of a stream says that nothing was begun."""
         ...
 
+    def opens(self, event: bytes) -> bool:
+        """Whether an event of a stream tells nothing yet that was generated."""
+        ...
+
     def usage(self, tail: bytes, streamed: bool) -> Usage | None:
         """Token counts from the last bytes of an answer."""
         ...

@@ -81,6 +81,10 @@ class Anthropic:
         """``event: error``; this dialect has no ``[DONE]``."""
         return b"event: error\ndata: " + self.error(fault) + b"\n\n"
 
+    def opens(self, event: bytes) -> bool:
+        """A message, or a block of it, without content yet."""
+        return payload(event)[0] in (b"message_start", b"content_block_start", b"ping")
+
     def failure(self, event: bytes) -> tuple[int, str] | None:
         """``event: error`` before anything else."""
         name, data = payload(event)

@@ -33,6 +33,23 @@ _completions = msgspec.json.Decoder(Completions)
 _common = msgspec.json.Decoder(Common)
 
 
+class _Begun(msgspec.Struct):
+    delta: dict[str, Any] = {}
+    finish_reason: str | None = None
+
+    @property
+    def tells(self) -> bool:
+        """Something was generated."""
+        return self.finish_reason is not None or any(value for key, value in self.delta.items() if key != "role")
+
+
+class _Opening(msgspec.Struct):
+    choices: list[_Begun]
+
+
+_opening = msgspec.json.Decoder(_Opening)
+
+
 class OpenAI:
     """Chat, completions, responses, embeddings and their like."""
 
@@ -106,6 +123,19 @@ class OpenAI:
             # What vLLM ends a stream with when it shuts down: the answer is cut, though it looks complete.
             return 503, "the engine gave the answer up"
         return error_in(data) or (_responses_error(data) if name == b"error" else None)
+
+    def opens(self, event: bytes) -> bool:
+        """A role and nothing else; of responses, that there is one."""
+        name, data = payload(event)
+        if name in (b"response.created", b"response.queued", b"response.in_progress"):
+            return True
+        if b'"role"' not in data:
+            return False
+        try:
+            choices = _opening.decode(data).choices
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
+        return bool(choices) and not any(choice.tells for choice in choices)
 
     def usage(self, tail: bytes, streamed: bool) -> Usage | None:
         """From the chunk before ``[DONE]``, or the whole body's ``usage``."""

@@ -51,6 +51,10 @@ class SGLang:
         """An error event, then ``[DONE]``."""
         return b"data: " + self.error(fault) + b"\n\ndata: [DONE]\n\n"
 
+    def opens(self, event: bytes) -> bool:
+        """Its first event has the first token."""
+        return False
+
     def failure(self, event: bytes) -> tuple[int, str] | None:
         """An error object in the first event."""
         return error_in(payload(event)[1])

@@ -1,6 +1,6 @@
 """Where an event of a server-sent stream ends. Nothing here parses events: the relay must not pay for that."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n")
 
@@ -34,10 +34,12 @@ def events(data: bytes) -> Iterator[bytes]:
     return (data[start:end] for start, end, _ in spans(data))
 
 
-def first_event(data: bytes) -> bytes | None:
-    """The first complete event that is not only a comment, as it stands; ``None`` if there is none yet."""
+def first_event(data: bytes, opens: Callable[[bytes], bool] | None = None) -> bytes | None:
+    """The first complete event that is not only a comment, as it stands; ``None`` if there is none yet. ``opens``: events to
+    be passed over too."""
     for event in events(data):
-        if any(line and not line.startswith(b":") for line in event.splitlines()):
+        said = any(line and not line.startswith(b":") for line in event.splitlines())
+        if said and not (opens is not None and opens(event)):
             return event
     return None
 
