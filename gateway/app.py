@@ -341,13 +341,18 @@ class Gateway:
         if exchange.injected:
             # Without usage a stream tells nothing of its cache. It has no such member yet, and ends with a brace.
             body = body.rstrip()[:-1] + USAGE
-        if not (renamed or reading.guarded or salted):
+        fetches = bool(exchange.ask.request.fetched) and target.id in exchange.ask.request.fetched
+        if not (renamed or reading.guarded or salted or fetches):
             return body
         if reading.opaque and model is not None and not _is_json(exchange.incoming):
             raise BadRequest(
                 f"the alias {reading.model!r} cannot be used here: name the model {model.name!r}", param="model"
             )
         add = {"model": msgspec.json.encode(model.name)} if renamed and model is not None else {}
+        if fetches and exchange.route.generates and exchange.choice is not None and exchange.choice.prefill is None:
+            source = self.pairs.source(exchange)
+            if source is not None:
+                add["kv_transfer_params"] = source
         if salted and target.worker.facts.engine in SALTED:
             add["cache_salt"] = msgspec.json.encode(self.salt(exchange.ask))
         return splice(body, reading.guarded, add)

@@ -26,6 +26,7 @@ from gateway.errors import (
     Fault,
     GatewayFault,
     Internal,
+    Malformed,
     NoWorker,
     Reset,
     ServerError,
@@ -38,7 +39,7 @@ from gateway.http.relay import Relay
 from gateway.http.server import Inbound
 from gateway.http.sse import events, first_event
 from gateway.http.upstream import Outbound
-from gateway.legs import Handed, Legs, Tape, stalled
+from gateway.legs import LARGEST, Handed, Legs, Tape, stalled
 from gateway.workers import Charge, State, Target, Worker
 from policies.base import Choice
 
@@ -46,15 +47,15 @@ if TYPE_CHECKING:
     from gateway.app import Gateway
     from gateway.records import Noted
 
-CHOOSING, WAITING, PEEKING, REFUSED, RELAYING, ENDED = range(6)
-PHASES = ("choosing", "waiting", "first_event", "waiting", "streaming", "ended")
+CHOOSING, WAITING, PEEKING, MERGING, REFUSED, RELAYING, ENDED = range(7)
+PHASES = ("choosing", "waiting", "first_event", "waiting", "waiting", "streaming", "ended")
 
 SILENT = 5.0
 """Seconds without a byte after which a stream of a worker that is down is given up."""
 STALE = 2.0
 """Seconds after sending within which a reused connection that ends was closed before the worker saw the request."""
 
-UNANSWERED = frozenset((WAITING, PEEKING, REFUSED))
+UNANSWERED = frozenset((WAITING, PEEKING, MERGING, REFUSED))
 """Phases in which a worker's failure is an attempt's."""
 
 RETRIED = frozenset((429, 500, 502, 503, 504))
@@ -313,6 +314,8 @@ class Exchange:
         self.events = kind.startswith(b"text/event-stream") and status < 300 and status != 204
         if self.events and self.incoming.method != b"HEAD":
             self.phase = PEEKING
+        elif self.legs is not None and self.legs.rewrites and status < 300:
+            self.phase = MERGING
         elif self.early is not None:
             # The client has the head of a stream already: this can only be told as an event.
             self.phase = REFUSED
@@ -333,8 +336,8 @@ class Exchange:
         else:
             self.relay = self.early
         self.relay.unasked = self.injected and self.events
-        if self.legs is not None and self.legs.tells_ids:
-            self.relay.tail = Tape()
+        if self.legs is not None and self.legs.tells_ids and self.events:
+            self.relay.tail, self.relay.unasked = Tape(), True
         self.fields = []
         if self.charge is not None and not self.events:
             self.first_at = self.last_at
@@ -348,7 +351,9 @@ class Exchange:
             incoming.close = True
         told = self.gateway.told(self)
         head = wire.response_head(status, fields, length, events, incoming, told, self.request_id)
-        return Relay(self.client, incoming, head, events=events, sized=sized, most=self.gateway.limits_out.held)
+        most = self.gateway.limits_out.held
+        kind = Relay if self.legs is None or not events else self.legs.relay()
+        return kind(self.client, incoming, head, events=events, sized=sized, most=most)
 
     def response_data(self, data: bytes) -> None:
         """Payload of the worker's answer."""
@@ -357,6 +362,13 @@ class Exchange:
             self.relay.data(data)
         elif self.phase == PEEKING:
             self._peek(data)
+        elif self.phase == MERGING:
+            self.held += data
+            if len(self.held) > LARGEST:
+                self._drop_connection()
+                self._failed(
+                    Malformed("the worker's answer is too large to be put together with its prompt's logprobs")
+                )
         elif self.phase == REFUSED:
             self.bytes_in += len(data)
             if self.bytes_in <= self.gateway.limits_out.error_body:
@@ -383,8 +395,33 @@ class Exchange:
         self.first_at = self.last_at
         if self.charge is not None:
             self.gateway.first_event(self, self.charge)
+        if self.legs is not None and self.legs.merges and self.legs.waits:
+            # What it lacks comes from the prefill engine, which is about to end; see `prefill_answered`.
+            if self.connection is not None:
+                self.connection.slow()
+            return
         held, self.held = self.held, b""
         self._begin_answer(None).data(held)
+
+    def prefill_answered(self) -> None:
+        """The prefill engine's answer is complete, for one that waits for what it says."""
+        if self.phase == PEEKING and self.held:
+            if self.connection is not None and not self.paused:
+                self.connection.ready()
+            self._peek(b"")
+        elif self.phase == MERGING and self.connection is None:
+            self._merge()
+
+    def _merge(self) -> None:
+        """All that the client's answer is made of is complete."""
+        legs = self.legs
+        assert legs is not None
+        body, self.held = legs.rewritten(self.held), b""
+        self.fields = [(name, value) for name, value in self.fields if name.lower() != b"content-length"]
+        relay = self._begin_answer(b"%d" % len(body))
+        relay.data(body)
+        relay.finish()
+        self._complete()
 
     def response_end(self) -> None:
         """The worker's answer is complete."""
@@ -396,6 +433,9 @@ class Exchange:
             self._refused()
         elif self.phase == PEEKING:
             self._failed(ServerError("the worker ended its stream before the first event"))
+        elif self.phase == MERGING:
+            if self.legs is None or not (self.legs.merges and self.legs.waits):
+                self._merge()
         elif self.relay is not None:
             self.relay.finish()
             self._complete()
@@ -648,7 +688,7 @@ class Exchange:
         if self.legs is not None and self.legs.before_decode:
             # It has no part in it yet: what the other computes goes to somebody else then.
             return
-        if self.phase in (WAITING, PEEKING, REFUSED) or (self.phase == RELAYING and self.last_at < silent):
+        if self.phase in UNANSWERED or (self.phase == RELAYING and self.last_at < silent):
             self._drop_connection()
             self._failed(Reset("the worker went down"))
 
@@ -680,7 +720,7 @@ class Exchange:
         elif self.legs is not None and self.legs.overdue(now) and self.phase < RELAYING:
             self.prefill_failed(stalled())
             return
-        elif self.phase in (WAITING, PEEKING, REFUSED) and now > self.deadline:
+        elif self.phase in UNANSWERED and now > self.deadline:
             fault = Stalled("the worker did not answer in time")
         else:
             self._keep_waiting(now)

@@ -15,11 +15,12 @@ from gateway.engines.events import namespace
 from gateway.fleet import Fleet
 from gateway.prompt import Prompt
 from gateway.sessions import Session
-from gateway.workers import Target, Worker
+from gateway.workers import State, Target, Worker
 from kv_index.checkpoints import Checkpoints, Rule
 from kv_index.index import DOUBTED, PrefixIndex, Report
 from kv_index.pages import PAGE_TOKENS, SYMBOL, TEXT_PAGE, Pages, chain, names, paginate
 from kv_index.sequels import Sequels
+from policies.base import Request, Role
 
 log = logging.getLogger("warmroute")
 
@@ -27,6 +28,9 @@ PREFIX_PAGES = 4
 """Pages of a prompt's start that `prefix_hash` hashes: about a kilobyte."""
 
 LEARNING = 0.05
+
+LEAST_FETCHED = 64
+"""Tokens that are not worth a transfer: engines compute them."""
 
 LAG = 0.25
 """Seconds after an answer within which events of its last tokens may be on their way."""
@@ -42,6 +46,8 @@ class Holdings:
         self.models = models
         self.checkpoints = Checkpoints()
         self.sequels = Sequels()
+        self.reaching = False
+        """Whether some workers share a store, or can fetch from each other."""
 
     # -- predicting ------------------------------------------------------------------------------------------------------
 
@@ -76,6 +82,8 @@ class Holdings:
             if session is not None and session.tail_target is not None:
                 self._open_tail(session, symbols, depth, holdings, most, model.rule)
             request.holdings = holdings
+            if self.reaching:
+                self._reach(request, count)
 
     def match_ids(self, ask: Ask, ids: bytes, model: Model, now: float) -> None:
         """The same by token ids: exact counts, exact where events tell, true to the engines' blocks."""
@@ -110,6 +118,35 @@ class Holdings:
             request.holdings = held
         else:
             request.holdings = {target: self._usable(target, tokens, count) for target, tokens in held.items()}
+            if self.reaching:
+                self._reach(request, count)
+
+    def _reach(self, request: Request, count: int) -> None:
+        """What targets do not hold, but can get: out of a store that their pool writes to, or from the session's home."""
+        targets = self.fleet.targets
+        holdings, restored = dict(request.holdings), dict(request.restored)
+        stored: dict[str, int] = {}
+        for id_, held in holdings.items():
+            at = targets.get(id_)
+            if at is not None and at.worker.stores:
+                stored[at.pool] = max(stored.get(at.pool, 0), held)
+        home = None if request.home is None else targets.get(request.home)
+        lends = home is not None and home.worker.spec.source is not None and home.worker.state is State.READY
+        most = holdings.get(home.id, 0) if home is not None and lends else 0
+        fetched: dict[int, int] = {}
+        for id_, at in targets.items():
+            held = holdings.get(id_, 0)
+            more = stored.get(at.pool, 0) - held if at.worker.stores else 0
+            if more > 0:
+                host, disk, shared = restored.get(id_, (0, 0, 0))
+                restored[id_], holdings[id_] = (host, disk, shared + more), held + more
+                continue
+            more = most - held
+            if more >= LEAST_FETCHED and at.worker.spec.source is not None and at.role is not Role.PREFILL:
+                saved = at.rates.prefill(count - held, held) - at.rates.prefill(count - most, most)
+                if at.rates.moved(more) < saved:
+                    fetched[id_], holdings[id_] = more, most
+        request.holdings, request.restored, request.fetched = holdings, restored, fetched
 
     def _share(self, model: Model, ids: float) -> None:
         """Pages of ids hold fewer tokens than pages of text: how many a cache has depends on which there are."""
@@ -249,6 +286,8 @@ class Holdings:
         for name in listed or list(self.models):
             if name in self.models:
                 self.describe(self.models[name])
+        workers = self.fleet.workers.values()
+        self.reaching = any(each.stores or each.spec.source is not None for each in workers)
         told = self.options.restore.get(listed[0]) if listed else None
         for target in worker.targets:
             if told is not None and not target.calibration.restores:

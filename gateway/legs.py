@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.disagg import End, Pair, Protocol, Send, Steps
+from gateway.disagg.logprobs import merged, merged_events, prompt_logprobs
+from gateway.disagg.nixl import hidden
 from gateway.errors import (
     Fault,
     GatewayFault,
@@ -29,6 +32,7 @@ from gateway.errors import (
     WorkerFault,
 )
 from gateway.http import wire
+from gateway.http.relay import Relay
 from gateway.http.sse import events
 from gateway.http.upstream import Outbound
 from gateway.workers import Charge, State, Target, Worker
@@ -230,6 +234,7 @@ class Legs:
         "doubt",
         "ended",
         "exchange",
+        "first",
         "ids",
         "leg",
         "moved",
@@ -241,6 +246,7 @@ class Legs:
         "steps",
         "tells_ids",
         "until",
+        "whole",
     )
 
     def __init__(
@@ -279,6 +285,10 @@ class Legs:
         self.doubt: asyncio.TimerHandle | None = None
         self.answer: bytes | None = None if handed is None else handed.answer
         """The prefill engine's, in sequential protocols."""
+        self.whole = b""
+        """The decode engine's answer as it came, where the client's is made of it."""
+        self.first: list[dict[str, Any]] = []
+        """What the prefill engine says of the prompt's logprobs."""
         self.until = inf if handed is None else handed.until
         """When what the prefill engine holds for the decode engine is given up."""
         body = exchange.gateway.body_for(exchange, decode)
@@ -342,6 +352,9 @@ class Legs:
             gateway.pairs.lingering.discard(self)
             return
         if not self.sequential:
+            if self.merges:
+                self.first = prompt_logprobs(body, exchange.reading.stream)
+                exchange.prefill_answered()
             return
         self.answer = body
         if self.protocol.lease is not None:
@@ -384,6 +397,44 @@ class Legs:
             self.exchange.gateway.pairs.lingering.discard(self)
             return
         self.exchange.prefill_failed(fault)
+
+    @property
+    def merges(self) -> bool:
+        """The client's answer is made of both."""
+        return self.reads and not self.sequential
+
+    @property
+    def rewrites(self) -> bool:
+        """The client's answer is not the decode engine's as it stands."""
+        return self.tells_ids or self.merges
+
+    def rewritten(self, answer: bytes) -> bytes:
+        """The client's answer, of the decode engine's whole one."""
+        if self.merges:
+            return merged(answer, self.first)
+        self.whole = answer
+        return hidden(answer, not self.wants_ids)
+
+    def relay(self) -> Callable[..., Relay]:
+        """Makes what passes the decode engine's events on."""
+        if self.merges:
+            return self._merged
+        return self._hiding if self.tells_ids else Relay
+
+    def _merged(self, *told: Any, **options: Any) -> Relay:
+        made = Merged(*told, **options)
+        made.before = self.first
+        return made
+
+    def _hiding(self, *told: Any, **options: Any) -> Relay:
+        made = Hiding(*told, **options)
+        made.ids, made.usage = not self.wants_ids, self.exchange.injected
+        return made
+
+    @property
+    def wants_ids(self) -> bool:
+        """The client asked for token ids itself."""
+        return b'"return_token_ids"' in self.pair.body
 
     @property
     def waits(self) -> bool:
@@ -452,6 +503,29 @@ class Legs:
         if self.leg is not None:
             self.leg.close()
         return True
+
+
+class Merged(Relay):
+    """Passes events on with what the prefill engine says of the prompt (`gateway.disagg.logprobs`)."""
+
+    __slots__ = ("before",)
+    before: list[dict[str, Any]]
+
+    def _send(self, data: bytes) -> None:
+        super()._send(merged_events(data, self.before))
+
+
+class Hiding(Relay):
+    """Passes events on without what only the gateway asked for."""
+
+    __slots__ = ("ids", "usage")
+    ids: bool
+    usage: bool
+
+    def shown(self, data: bytes) -> bytes:
+        """Without parameters, and without token ids and usage unless the client wants those."""
+        data = hidden(data, self.ids)
+        return super().shown(data) if self.usage else data
 
 
 class Tape(deque[bytes]):

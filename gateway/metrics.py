@@ -300,6 +300,9 @@ class Metrics:
             "Prompt tokens that a prefill worker computed although the decode worker held them.",
             ("model",),
         )
+        self.fetches = Counter(
+            "warmroute_kv_fetches", "Requests that moved and were told to fetch KV from the session's home.", ("model",)
+        )
         self.pair_returns = Counter(
             "warmroute_pd_returns",
             "KV of a session's last turn that decode workers offered to hand back, and what became of it.",

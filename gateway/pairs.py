@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gateway.disagg import all_protocols
 from gateway.disagg.nixl import offered, read
 from gateway.errors import Fault, ServerError, Stalled, WorkerFault
@@ -40,6 +42,8 @@ class Pairs:
         self.bidirectional = told.bidirectional
         self.keep = told.keep
         self.protocols = all_protocols()
+        self.doubt: Callable[[Worker], None] = lambda worker: None
+        """Told when what is known of a worker may be out of date."""
         self.lingering: set[Legs] = set()
         """Those whose client has its answer while the prefill engine still answers."""
         self._notices: set[asyncio.Task[int | None]] = set()
@@ -89,6 +93,20 @@ class Pairs:
             handed=handed,
             tells_ids=self.bidirectional and protocol.name == "nixl" and bool(ask.ids) and ask.session is not None,
         )
+
+    def source(self, exchange: Exchange) -> bytes | None:
+        """Parameters with which an engine fetches KV from the session's home (vLLM's OffloadingConnector with its P2P tier).
+
+        Safe with any prompt: the peer is asked for blocks by their content.
+        """
+        home = self.gateway.fleet.targets.get(exchange.ask.request.home or 0)
+        if home is None or home.worker.spec.source is None:
+            return None
+        host, port = home.worker.spec.source
+        name = f"wr-{exchange.ask.request.draw:016x}-{exchange.attempts}"
+        self.gateway.metrics.fetches.add((exchange.ask.model_name,))
+        told = {"remote_kv_source": {"kv_request_id": name, "remote_host": host, "remote_port": port + home.rank}}
+        return msgspec.json.encode(told)
 
     # -- what happens -----------------------------------------------------------------------------------------------
 
@@ -142,7 +160,7 @@ class Pairs:
         if legs.ids is None or session is None:
             return
         gateway = self.gateway
-        found = offered(exchange.tail, exchange.events)
+        found = offered(legs.whole or exchange.tail, exchange.events)
         if found is None:
             return
         tokens, params, said = found
@@ -162,6 +180,9 @@ class Pairs:
             stage, guilty = "transfer", legs.prefill if blamed is Role.PREFILL else legs.decode
         elif self._between(legs, fault, by, blamed):
             stage, guilty = "transfer", self._guilty(legs)
+        if stage == "transfer":
+            # Its process may be another one by now.
+            self.doubt(legs.prefill.worker)
         side = "unknown" if guilty is None else str(Role.PREFILL if guilty is legs.prefill else Role.DECODE)
         if isinstance(fault, WorkerFault):
             gateway.metrics.pair_failures.add((legs.exchange.ask.model_name, side, stage))

@@ -12,16 +12,19 @@ from typing import Any
 
 import aiohttp
 
+from gateway.disagg import mooncake
 from gateway.engines import Answer, Engine, all_engines
 from gateway.errors import Malformed, NoConnection, Refused, Stalled, Unresolved, WorkerFault
 from gateway.fleet import FALL, RISE, Fleet
 from gateway.http.upstream import OURS
 from gateway.workers import Facts, State, Worker
+from policies.base import Role
 
 log = logging.getLogger("warmroute")
 
 ANSWER = 25.0
 """Seconds that a probe may take: SGLang's own health check waits for 20."""
+BRIEF = aiohttp.ClientTimeout(total=5)
 LARGEST = 8 * 1024 * 1024
 """Bytes of an answer that are read."""
 
@@ -49,6 +52,8 @@ class Probe:
         self.join_seconds = join_seconds
         self.engines = all_engines()
         self._session: aiohttp.ClientSession | None = None
+        self._doubted: set[str] = set()
+        """Workers that are to be read again at their next healthy look."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -81,6 +86,7 @@ class Probe:
 
     def unwatch(self, worker: Worker) -> None:
         """Stop watching it."""
+        self._doubted.discard(worker.id)
         task = self._tasks.pop(worker.id, None)
         if task is not None:
             task.cancel()
@@ -171,6 +177,25 @@ class Probe:
         details = usage.get("prompt_tokens_details")
         return isinstance(details, dict) and details.get("cached_tokens") is not None
 
+    def doubt(self, worker: Worker) -> None:
+        """What is known of it may be out of date."""
+        if worker.id in self._tasks:
+            self._doubted.add(worker.id)
+
+    async def introduce(self, worker: Worker) -> None:
+        """Ask a prefill engine's bootstrap server which process it is, where the protocol names that."""
+        if worker.protocol != "mooncake" or worker.role is not Role.PREFILL:
+            return
+        worker.engine_ids = []
+        assert self._session is not None
+        host, port = worker.bootstrap or (worker.host, mooncake.PORT)
+        name = f"[{host}]" if ":" in host else host
+        try:
+            async with self._session.get(f"http://{name}:{port}/query", timeout=BRIEF) as response:
+                worker.engine_ids = mooncake.engine_ids(await response.content.read(LARGEST)) or []
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            log.debug("the bootstrap server of %s did not answer: %s", worker.id, error)
+
     async def poll_events(self, worker: Worker) -> Any:
         """KV events of an engine that does not publish them but hands them out. Raises `WorkerFault` or `NoConnection`."""
         return (await self.ask(worker, "/kv_cache_events", "POST")).json()
@@ -235,6 +260,7 @@ class Probe:
             worker.reason = fault.message
             return self.join_seconds
         self._describe(worker, facts)
+        await self.introduce(worker)
         engine = self.engines.get(facts.engine) or self.engines["generic"]
         try:
             answer = await self.ask(worker, engine.health)
@@ -262,16 +288,19 @@ class Probe:
                 return
             untold = facts.started is None
             self._describe(worker, facts)
+            await self.introduce(worker)
             if untold:
                 # It may be the same process with all that it held, or a new one: what is not known is not believed.
                 self.fleet.restarted(worker)
             if worker.state is State.DOWN and self.fleet.set_state(worker, State.READY, "healthy again"):
                 log.info("%s is ready again", worker.id)
-        elif worker.successes % 6 == 0:
+        elif worker.successes % 6 == 0 or worker.id in self._doubted:
+            self._doubted.discard(worker.id)
             try:
                 facts = await self.read(worker)
                 if facts.models or not worker.facts.models:
                     self._describe(worker, facts)
+                    await self.introduce(worker)
             except (WorkerFault, NoConnection) as fault:
                 log.debug("reading %s failed: %s", worker.id, fault.message)
 

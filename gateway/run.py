@@ -96,6 +96,7 @@ class Running:
         )
         self.subscriptions = Subscriptions(self.index, self.metrics, self.probe.poll_events, self._by_ids)
         self.fleet.went_down = self.gateway.worker_down
+        self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
         self.port = 0
         self.hurry = asyncio.Event()

@@ -289,7 +289,7 @@ class Worker:
         """Host and port of its bootstrap server."""
         if self.spec.bootstrap is not None:
             return self.spec.bootstrap
-        port = self.facts.bootstrap_port
+        port = self.facts.bootstrap_port or (8998 if self.protocol == "mooncake" else None)
         return None if port is None else (self.host, port)
 
     @property

@@ -138,6 +138,8 @@ class Request:
     """Requests of an ordinary session."""
     restored: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
     """target id -> how many of its holding must first be brought back from host, disk, a shared store; absent is none."""
+    fetched: Mapping[int, int] = field(default_factory=dict)
+    """target id -> how many of its holding it must first fetch from the home, which keeps them; absent is none."""
     partner: int | None = None
     """target id of the prefill engine that the session is bound to, where its home is a pair."""
     lent: int = 0

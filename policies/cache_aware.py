@@ -136,6 +136,10 @@ def at_once(request: Request, fleet: Fleet, least: float | None, now: float, thr
         at = positions.get(id_)
         if at is not None:
             costs[at] += restore(request, targets[at])
+    for id_, brought in request.fetched.items():
+        at = positions.get(id_)
+        if at is not None:
+            costs[at] += targets[at].rates.moved(brought)
     for at in fleet.odd:
         costs[at] = terms(request, targets[at], least, now, thrift).total
     return costs

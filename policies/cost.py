@@ -102,8 +102,9 @@ def terms(request: Request, target: Target, least: float | None, now: float, thr
         wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))
     drag = target.busy * interference(rates, prefill) if target.busy else 0.0
     back = restore(request, target) if request.restored else 0.0
+    brought = rates.moved(request.fetched.get(target.id, 0)) if request.fetched else 0.0
     # `delay`, without the calls where nobody is delayed.
     later = thrift * prefill
     if request.crowd:
         later += delay(request, wait, prefill)
-    return Terms(wait, prefill, drag, placement, back, later)
+    return Terms(wait, prefill, drag, placement, back, later, brought)

@@ -255,7 +255,7 @@ def _paired(request: Request, target: Target, alone: Terms, stage: Stage, full: 
         placement=first.placement + alone.placement,
         restore=first.restore + alone.restore,
         delay=first.delay,
-        transfer=first.transfer + target.rates.moved(tokens - held),
+        transfer=first.transfer + alone.transfer + target.rates.moved(tokens - held),
         memory=full,
     )
 

@@ -16,6 +16,23 @@ PORT = 8998
 """Of the bootstrap server, by default."""
 
 
+class _Engine(msgspec.Struct):
+    engine_id: str
+
+
+_engines = msgspec.json.Decoder(dict[str, _Engine])
+
+
+def engine_ids(answer: bytes) -> list[str] | None:
+    """Of each rank of a prefill engine, out of its bootstrap server's ``GET /query``; ``None`` if that is none."""
+    try:
+        told = _engines.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    ids = [told[str(rank)].engine_id for rank in range(len(told)) if str(rank) in told]
+    return ids if ids and len(ids) == len(told) else None
+
+
 class Mooncake:
     """See the module's head."""
 

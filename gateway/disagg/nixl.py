@@ -8,6 +8,7 @@ from what the decode engine computed, for neither engine checks that.
 Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl; what engines trust was measured on vLLM 0.32.
 """
 
+import re
 from struct import Struct, error as StructError
 
 import msgspec
@@ -102,6 +103,17 @@ def offered(answer: bytes, streamed: bool) -> tuple[int, bytes, bytes] | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return (offer.remote_num_tokens, params, said) if offer.do_remote_decode else None
+
+
+_PARAMS = re.compile(rb',\s*"kv_transfer_params"\s*:\s*(?:null|\{[^{}]*\})')
+_IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[\d,\s]*\])')
+
+
+def hidden(answer: bytes, ids: bool) -> bytes:
+    """An answer, or events of one, without parameters, and without token ids if ``ids``. In text neither can stand: quotes
+    are escaped there."""
+    answer = _PARAMS.sub(b"", answer)
+    return _IDS.sub(b"", answer) if ids else answer
 
 
 class Nixl:

@@ -52,7 +52,7 @@ class Relay:
         self.tail: deque[bytes] = deque(maxlen=4)
         """The last pieces that were passed on: of a stream, whole events."""
         self.unasked = False
-        """There will be an event with usage that the client did not ask for."""
+        """There will be events with what the client did not ask for: usage."""
         self.first = b""
         """How the answer begins: up to `FIRST` bytes of its first piece."""
 
@@ -81,8 +81,8 @@ class Relay:
         if not self.tail:
             self.first = data[:FIRST]
         self.tail.append(data)
-        if self.unasked and USAGE.search(data):
-            data = without_usage(data)
+        if self.unasked:
+            data = self.shown(data)
             if not data:
                 return
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
@@ -90,6 +90,10 @@ class Relay:
             framed = self.head + framed
             self.head = b""
         self.client.send(framed)
+
+    def shown(self, data: bytes) -> bytes:
+        """What the client gets of whole events that hold what it did not ask for."""
+        return without_usage(data) if USAGE.search(data) else data
 
     def comment(self) -> None:
         """A comment that tells the client, and whatever stands between, that the answer is still to come."""
