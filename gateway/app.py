@@ -421,7 +421,9 @@ class Gateway:
             self.recorder.ended(exchange, exchange.noted, outcome, usage, seconds)
         said = answered_ids(exchange.tail) if ask.returns and not exchange.events else None
         legs = exchange.legs
-        computes = target if legs is None else legs.prefill
+        computes = target
+        if legs is not None:
+            computes, usage = legs.prefill, self.pairs.usage(legs, usage)
         self.routing.settle(ask, target, usage, self.clock(), said, computes)
         if legs is not None and outcome == "ok":
             self.pairs.ended(exchange, legs)

@@ -39,7 +39,9 @@ from gateway.http.relay import Relay
 from gateway.http.server import Inbound
 from gateway.http.sse import events, first_event
 from gateway.http.upstream import Outbound
-from gateway.legs import LARGEST, Handed, Legs, Tape, stalled
+from gateway.leg import LARGEST
+from gateway.legs import Handed, Legs, stalled
+from gateway.retold import Tape
 from gateway.workers import Charge, State, Target, Worker
 from policies.base import Choice
 

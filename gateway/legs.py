@@ -14,45 +14,34 @@ request: it is handed to another one while its lease lasts (`Handed`).
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gateway.dialects import Usage
 from gateway.disagg import End, Pair, Protocol, Send, Steps
-from gateway.disagg.logprobs import merged, merged_events, prompt_logprobs
+from gateway.disagg.logprobs import merged, prompt_logprobs
 from gateway.disagg.nixl import hidden
 from gateway.errors import (
     Fault,
-    GatewayFault,
     Internal,
-    Malformed,
     Reset,
     Stalled,
-    WorkerFault,
 )
-from gateway.http import wire
 from gateway.http.relay import Relay
 from gateway.http.sse import events
-from gateway.http.upstream import Outbound
+from gateway.leg import Leg
+from gateway.retold import Hiding, Merged
 from gateway.workers import Charge, State, Target, Worker
 from policies.base import Role
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
 
-STALE = 2.0
-"""Seconds after sending within which a reused connection that ends was closed before the worker saw the request."""
 LINGER = 30.0
 """Seconds for which a prefill engine may still answer when the client has its answer."""
-LARGEST = 16 * 1024 * 1024
-"""Bytes of a prefill engine's answer that are kept; logprobs of long prompts are large."""
-LAST = 8
-"""Pieces of an answer's end that are kept where the rest is of no use."""
 DOUBT = 0.1
 """Seconds within which the other of two that failed together says so."""
-TAPE = 4 * 1024 * 1024
-"""Bytes of an answer that are kept whole to learn its token ids."""
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -63,162 +52,6 @@ class Handed(NamedTuple):
     prefill: Target
     answer: bytes
     until: float
-
-
-class Leg:
-    """The prefill engine's part. Is the `Receiver` of its connection."""
-
-    __slots__ = (
-        "answered",
-        "body",
-        "charge",
-        "connection",
-        "deadline",
-        "fields",
-        "legs",
-        "over",
-        "pieces",
-        "resent",
-        "sent_at",
-        "size",
-        "status",
-        "target",
-        "task",
-    )
-
-    def __init__(self, legs: Legs, target: Target, charge: Charge | None, body: bytes) -> None:
-        self.legs = legs
-        self.target = target
-        self.charge = charge
-        self.body = body
-        self.connection: Outbound | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.status = 0
-        self.fields: list[tuple[bytes, bytes]] = []
-        self.pieces: list[bytes] = []
-        self.size = 0
-        self.over = False
-        self.answered = False
-        """Whether it ended with an answer."""
-        self.resent = False
-        self.sent_at = 0.0
-        self.deadline = inf
-
-    def open(self) -> None:
-        """Send it."""
-        gateway = self.legs.exchange.gateway
-        self.sent_at = now = gateway.clock()
-        self.deadline = now + gateway.limits_out.first_byte_seconds
-        connection = self.target.worker.pool.take()
-        if connection is not None:
-            self._send(connection)
-        else:
-            self.task = gateway.loop.create_task(self._connect())
-
-    async def _connect(self) -> None:
-        try:
-            connection = await self.target.worker.pool.connect()
-        except (WorkerFault, GatewayFault) as fault:
-            self.task = None
-            self._fail(fault)
-            return
-        except Exception:
-            self.task = None
-            self.legs.exchange.gateway.defect("connecting to a prefill worker")
-            self._fail(Internal("the gateway failed; its log says why"))
-            return
-        self.task = None
-        if self.over:
-            connection.close()
-        elif self.target.worker.state is State.DOWN:
-            connection.close()
-            self._fail(Reset("the worker went down"))
-        else:
-            self._send(connection)
-
-    def _send(self, connection: Outbound) -> None:
-        exchange = self.legs.exchange
-        worker = self.target.worker
-        self.connection = connection
-        self.sent_at = exchange.gateway.clock()
-        head = wire.request_head(
-            exchange.incoming,
-            worker.base,
-            worker.authority.encode(),
-            len(self.body),
-            exchange.request_id,
-            worker.spec.api_key,
-            exchange.gateway.tenants.keyed,
-            self.target.rank if len(worker.targets) > 1 else None,
-        )
-        connection.request(self, head, self.body)
-
-    # -- Receiver ---------------------------------------------------------------------------------------------------
-
-    def response_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
-        """Final status and fields."""
-        self.status, self.fields = status, fields
-
-    def response_data(self, data: bytes) -> None:
-        """Kept up to a bound where somebody will read it; else its end, which tells of errors."""
-        if self.status >= 400 or self.legs.reads:
-            self.size += len(data)
-            if self.size <= LARGEST:
-                self.pieces.append(data)
-            return
-        self.pieces.append(data)
-        if len(self.pieces) > LAST:
-            del self.pieces[0]
-
-    def response_end(self) -> None:
-        """It answered."""
-        self.connection = None
-        self.body = b""
-        if self.over:
-            return
-        self.over = True
-        body = b"".join(self.pieces)
-        self.pieces = []
-        if self.size > LARGEST:
-            self.legs.prefill_failed(Malformed("the prefill worker's answer is too large"))
-        elif self.status >= 400:
-            self.legs.prefill_refused(self.status, self.fields, body)
-        elif (broke := self.legs.broke(body)) is not None:
-            self.legs.prefill_refused(broke, [(b"content-type", b"application/json")], body)
-        else:
-            self.answered = True
-            self.legs.prefilled(body)
-
-    def response_failed(self, fault: WorkerFault) -> None:
-        """It will not answer."""
-        connection, self.connection = self.connection, None
-        gateway = self.legs.exchange.gateway
-        stale = connection is not None and not connection.fresh and not connection.answered
-        if stale and not self.resent and not self.over and gateway.clock() - self.sent_at < STALE:
-            self.resent = True
-            gateway.metrics.resends.add((gateway.label(self.target),))
-            self.task = gateway.loop.create_task(self._connect())
-            return
-        self._fail(fault)
-
-    def worker_slow(self) -> None:
-        """It is bounded and in memory already."""
-
-    def _fail(self, fault: Fault) -> None:
-        if not self.over:
-            self.over = True
-            self.legs.prefill_failed(fault)
-
-    def close(self) -> None:
-        """Nobody waits for it any more: an abort for the engine."""
-        self.over = True
-        self.body, self.pieces = b"", []
-        connection, self.connection = self.connection, None
-        if connection is not None:
-            connection.close()
-        task, self.task = self.task, None
-        if task is not None:
-            task.cancel()
 
 
 class Legs:
@@ -246,6 +79,7 @@ class Legs:
         "steps",
         "tells_ids",
         "until",
+        "usage",
         "whole",
     )
 
@@ -285,6 +119,8 @@ class Legs:
         self.doubt: asyncio.TimerHandle | None = None
         self.answer: bytes | None = None if handed is None else handed.answer
         """The prefill engine's, in sequential protocols."""
+        self.usage: Usage | None = None
+        """What the prefill engine reports."""
         self.whole = b""
         """The decode engine's answer as it came, where the client's is made of it."""
         self.first: list[dict[str, Any]] = []
@@ -503,43 +339,6 @@ class Legs:
         if self.leg is not None:
             self.leg.close()
         return True
-
-
-class Merged(Relay):
-    """Passes events on with what the prefill engine says of the prompt (`gateway.disagg.logprobs`)."""
-
-    __slots__ = ("before",)
-    before: list[dict[str, Any]]
-
-    def _send(self, data: bytes) -> None:
-        super()._send(merged_events(data, self.before))
-
-
-class Hiding(Relay):
-    """Passes events on without what only the gateway asked for."""
-
-    __slots__ = ("ids", "usage")
-    ids: bool
-    usage: bool
-
-    def shown(self, data: bytes) -> bytes:
-        """Without parameters, and without token ids and usage unless the client wants those."""
-        data = hidden(data, self.ids)
-        return super().shown(data) if self.usage else data
-
-
-class Tape(deque[bytes]):
-    """All pieces of an answer, while they are less than a bound; then the last few, as of any other."""
-
-    size = 0
-
-    def append(self, piece: bytes, /) -> None:
-        """One more piece."""
-        super().append(piece)
-        self.size += len(piece)
-        if self.size > TAPE:
-            while len(self) > 4:
-                self.popleft()
 
 
 def stalled() -> Stalled:

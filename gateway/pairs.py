@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway.dialects import Usage
 from gateway.disagg import all_protocols
 from gateway.disagg.nixl import offered, read
 from gateway.errors import Fault, ServerError, Stalled, WorkerFault
@@ -118,6 +119,7 @@ class Pairs:
         legs.release()
         gateway.fleet.succeeded(legs.prefill)
         gateway.routing.prefilled(exchange.ask, legs.prefill, now)
+        legs.usage = exchange.dialect.usage(body, not legs.sequential and exchange.reading.stream)
         if not legs.sequential or leg is None:
             return
         if legs.tells_ids:
@@ -131,7 +133,7 @@ class Pairs:
                 gateway.metrics.pair_returns.add((exchange.ask.model_name, why))
         if charge is None or not charge.alone or legs.pair.lent is not None:
             return
-        usage = exchange.dialect.usage(body, False)
+        usage = legs.usage
         seconds = now - leg.sent_at
         if usage is not None and usage.prompt is not None and usage.cached is not None:
             gateway.fleet.learn(legs.prefill, usage.prompt - usage.cached, usage.cached, seconds)
@@ -151,6 +153,16 @@ class Pairs:
         self.gateway.metrics.transfer.observe((exchange.ask.model_name,), seconds)
         if exchange.charge is not None and exchange.charge.alone and legs.moved:
             legs.decode.calibration.moved(legs.moved, seconds)
+
+    def usage(self, legs: Legs, usage: Usage | None) -> Usage | None:
+        """The client's usage, with the cached tokens of the engine that computed the prompt; ``None`` of them where it did not
+        tell and the other tells its own."""
+        if usage is None:
+            return None
+        cached = None if legs.usage is None else legs.usage.cached
+        if cached is None and legs.protocol.tells_cached:
+            return usage
+        return usage._replace(cached=cached)
 
     def ended(self, exchange: Exchange, legs: Legs) -> None:
         """The answer is complete: keep what the decode engine offers for the session's next turn."""

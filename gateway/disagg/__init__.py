@@ -67,6 +67,9 @@ class Protocol(Typed):
     lease: float | None
     """Seconds after the prefill engine's answer within which the decode engine must have its part; ``None``: no limit."""
 
+    tells_cached: bool
+    """Whether the decode engine reports the prefill engine's cached tokens; else it may report what was handed over as such."""
+
     def takes(self, kind: str, body: bytes) -> bool:
         """Whether a request of that route and body can be split."""
         ...

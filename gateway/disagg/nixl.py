@@ -121,6 +121,7 @@ class Nixl:
 
     name = "nixl"
     lease: float | None = 25.0
+    tells_cached = True
 
     def takes(self, kind: str, body: bytes) -> bool:
         """One prompt with one answer: the parameters name the blocks of one request, and may be used once. What is asked of

@@ -33,6 +33,7 @@ class Bootstrap:
 
     name = "sglang"
     lease: float | None = None
+    tells_cached = True
 
     def takes(self, kind: str, body: bytes) -> bool:
         """Everything that generates."""

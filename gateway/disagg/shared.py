@@ -11,6 +11,7 @@ class Shared:
 
     name = "shared"
     lease: float | None = None
+    tells_cached = False
 
     def takes(self, kind: str, body: bytes) -> bool:
         """Whatever can be asked for a single token: engines find KV by its content, however many prompts there are."""

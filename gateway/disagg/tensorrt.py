@@ -31,6 +31,7 @@ class TensorRT:
 
     name = "tensorrt_llm"
     lease: float | None = None
+    tells_cached = False
 
     def takes(self, kind: str, body: bytes) -> bool:
         """One prompt with one answer of more than a token."""

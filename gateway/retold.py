@@ -1,0 +1,48 @@
+"""What passes a pair's answer on where the client's is not the decode engine's as it stands."""
+
+from collections import deque
+from typing import Any
+
+from gateway.disagg.logprobs import merged_events
+from gateway.disagg.nixl import hidden
+from gateway.http.relay import Relay
+
+TAPE = 4 * 1024 * 1024
+"""Bytes of an answer that are kept whole to learn its token ids."""
+
+
+class Merged(Relay):
+    """Passes events on with what the prefill engine says of the prompt (`gateway.disagg.logprobs`)."""
+
+    __slots__ = ("before",)
+    before: list[dict[str, Any]]
+
+    def _send(self, data: bytes) -> None:
+        super()._send(merged_events(data, self.before))
+
+
+class Hiding(Relay):
+    """Passes events on without what only the gateway asked for."""
+
+    __slots__ = ("ids", "usage")
+    ids: bool
+    usage: bool
+
+    def shown(self, data: bytes) -> bytes:
+        """Without parameters, and without token ids and usage unless the client wants those."""
+        data = hidden(data, self.ids)
+        return super().shown(data) if self.usage else data
+
+
+class Tape(deque[bytes]):
+    """All pieces of an answer, while they are less than a bound; then the last few, as of any other."""
+
+    size = 0
+
+    def append(self, piece: bytes, /) -> None:
+        """One more piece."""
+        super().append(piece)
+        self.size += len(piece)
+        if self.size > TAPE:
+            while len(self) > 4:
+                self.popleft()
