@@ -31,7 +31,8 @@ def rig(gateway: Begin, engine: StartEngine) -> StartRig:
         options = {"lease": LEASE, "bootstrap_timeout": 5.0, "waiting_timeout": 5.0, "heartbeat": 0.1, **options}
         prefills = [await engine(dialect, role="prefill", **options) for _ in range(p)]
         decodes = [await engine(dialect, role="decode", **options) for _ in range(d)]
-        alone = await engine(dialect, time_scale=0)
+        files = {key: options[key] for key in ("tokenizer", "template") if key in options}
+        alone = await engine(dialect, time_scale=0, **files)
 
         def calm(config: Config) -> None:
             config.probes.health = 60.0

@@ -41,7 +41,7 @@ def events_of(body: bytes) -> list[Any]:
 def text_of(answer: Response, stream: bool) -> str:
     """What the assistant said in a chat."""
     if not stream:
-        return str(answer.json()["choices"][0]["message"]["content"])
+        return str(answer.json()["choices"][0]["message"]["content"] or "")
     said = ""
     for event in events_of(answer.body):
         if event != "[DONE]":

@@ -57,7 +57,7 @@ async def test_a_decode_engine_that_fails(rig: StartRig, kind: Any, stream: bool
         await r.check(story(number, stream=stream))
     faults = await r.faults()
     assert {target for target, _ in faults} <= {name(bad)}, faults
-    if kind != "error500":
+    if kind not in ("error500", "stall_before"):
         # Whether that was the handing over, nobody can tell from one.
         assert KINDS[kind] in {found for _, found in faults}, faults
     if kind == "refuse":
