@@ -141,7 +141,7 @@ class Leg:
         elif self.status >= 400:
             self.legs.prefill_refused(self.status, self.fields, body)
         elif (broke := self.legs.broke(body)) is not None:
-            self.legs.prefill_refused(broke, [(b"content-type", b"application/json")], body)
+            self.legs.prefill_refused(broke[0], [(b"content-type", b"application/json")], broke[1])
         else:
             self.answered = True
             self.legs.prefilled(body)

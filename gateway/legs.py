@@ -29,7 +29,7 @@ from gateway.errors import (
     Stalled,
 )
 from gateway.http.relay import Relay
-from gateway.http.sse import events
+from gateway.http.sse import events, payload
 from gateway.leg import Leg
 from gateway.retold import Hiding, Merged
 from gateway.workers import Charge, State, Target, Worker
@@ -203,14 +203,15 @@ class Legs:
             gateway.defect("going on from a prefill worker's answer")
             self.prefill_failed(Internal("the gateway failed; its log says why"))
 
-    def broke(self, body: bytes) -> int | None:
-        """The status of the error with which a prefill engine ended an answer that had begun well; ``None``: it did not."""
+    def broke(self, body: bytes) -> tuple[int, bytes] | None:
+        """The error with which a prefill engine ended an answer that had begun well, as status and body; ``None``: it did
+        not."""
         if b'"error"' not in body and b'"abort"' not in body:
             return None
         for event in events(body):
             failure = self.exchange.dialect.failure(event)
             if failure is not None:
-                return failure[0]
+                return failure[0], payload(event)[1]
         return None
 
     def prefill_refused(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:

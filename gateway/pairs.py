@@ -190,7 +190,7 @@ class Pairs:
         blamed = legs.protocol.blames(message) if isinstance(fault, ServerError) else None
         if by is legs.decode and blamed is not None:
             stage, guilty = "transfer", legs.prefill if blamed is Role.PREFILL else legs.decode
-        elif self._between(legs, fault, by, blamed):
+        elif self._between(legs, fault, by, blamed is not None or "handshake" in message.lower()):
             stage, guilty = "transfer", self._guilty(legs)
         if stage == "transfer":
             # Its process may be another one by now.
@@ -200,8 +200,8 @@ class Pairs:
             gateway.metrics.pair_failures.add((legs.exchange.ask.model_name, side, stage))
         return guilty
 
-    def _between(self, legs: Legs, fault: Fault, by: Target, blamed: Role | None) -> bool:
-        """Whether it may have been either."""
+    def _between(self, legs: Legs, fault: Fault, by: Target, named: bool) -> bool:
+        """Whether it may have been either; ``named``: an error tells of the other."""
         if not isinstance(fault, ServerError | Stalled):
             return False
         if legs.sequential:
@@ -210,7 +210,7 @@ class Pairs:
             began = not isinstance(fault, Stalled) or legs.exchange.status or not legs.exchange.reading.stream
             return by is legs.decode and legs.answer is not None and legs.decode_sent and bool(began)
         # Each waits for the other, and says that it waited in vain.
-        return isinstance(fault, Stalled) or blamed is not None
+        return isinstance(fault, Stalled) or named
 
     def _guilty(self, legs: Legs) -> Target | None:
         prefill, decode = legs.prefill, legs.decode

@@ -23,8 +23,8 @@ KINDS = frozenset(("chat", "completions", "generate", "messages", "responses"))
 PORT = 8998
 """Of the bootstrap server, by default."""
 
-_PREFILL = re.compile(r"prefill (instance|bootstrap|transfer)|KVBootstrap", re.IGNORECASE)
-_DECODE = re.compile(r"decode (handshake|transfer|memory)", re.IGNORECASE)
+_PREFILL = re.compile(r"prefill (instance|bootstrap|transfer|parallel)|KVBootstrap", re.IGNORECASE)
+_DECODE = re.compile(r"decode (transfer|memory)", re.IGNORECASE)
 _mapping = msgspec.json.Decoder(dict[str, Raw])
 
 
@@ -45,7 +45,7 @@ class Bootstrap:
         yield [Send(Role.PREFILL, body), Send(Role.DECODE, body)]
 
     def blames(self, message: str) -> Role | None:
-        """Errors name the side on which they happened."""
+        """Errors name the side on which they happened; a handshake that failed may be either's."""
         if _PREFILL.search(message):
             return Role.PREFILL
         return Role.DECODE if _DECODE.search(message) else None

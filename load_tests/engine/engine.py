@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -20,8 +21,22 @@ from load_tests.engine.routes import ROUTES
 from load_tests.engine.wire import reset_transport
 
 DRAIN_SECONDS = 30.0
+# Tenths of a second for which a restart waits for its ports.
+PATIENCE = 50
 # For handlers that still write, or that a fault holds, when nothing runs any more.
 CLOSE_SECONDS = 2.0
+
+
+async def _patiently(opens: Callable[[], Awaitable[None]]) -> None:
+    """Somebody's outgoing connection may have got the port meanwhile: it is waited for."""
+    for left in reversed(range(PATIENCE)):
+        try:
+            await opens()
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not left:
+                raise
+        await asyncio.sleep(0.1)
 
 
 class _Refusal(asyncio.Protocol):
@@ -140,8 +155,8 @@ class Engine:
             return
         self.core.reset()
         self.core.run()
-        await self.core.open()
-        await self._listen()
+        await _patiently(self.core.open)
+        await _patiently(self._listen)
 
     async def _cleanup(self) -> None:
         for task in self._tasks:
