@@ -111,6 +111,18 @@ async def test_turns_that_go_on(rig: StartRig, stream: bool) -> None:
     await r.nothing_left()
 
 
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("fault", ["lost_answer", "error500", "reset"])
+async def test_a_prefill_engine_that_does_not_tell_them(rig: StartRig, fault: Any, stream: bool) -> None:
+    """The decode engine's answer is there, but it is not the whole: another pair tells it."""
+    r = await rig(2, 1, dialect="sglang")
+    r.p.faults.add(fault, count=1)
+    for number in range(2):
+        await same(r, asked(f"{number} {TEXT}", stream, return_logprob=True, logprob_start_len=0))
+    r.p.faults.clear()
+    await r.nothing_left()
+
+
 # -- bytes --------------------------------------------------------------------------------------------------------------
 
 ODD = b'{ "text":"a\\u00e9" ,"meta_info": {"id":"x","cached_tokens":0,"e":1.50 , "finish_reason":{"type":"stop"}}}'
