@@ -1,183 +1,21 @@
-"""What a worker does not hold, but can get: out of a store that its pool shares, or from the session's home."""
+"""Peers: a session that leaves its busy home takes its KV along, and nothing is asked of a home for nothing."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from gateway.config import Config, WorkerConfig
-from gateway.run import Running
-from gateway.workers import State, Target
-from load_tests.engine import Engine
+from gateway.config import WorkerConfig
+from gateway.workers import State
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.disagg.rig import name, text_of
-from tests.gateway.talk import Response, admin, once, request, settled, until
+from tests.gateway.disagg.two import Two, calm, named
+from tests.gateway.talk import once, request, settled, until
 from tests.load_tests.engine.pairs import STORY
 
 STREAMS = [False, True]
-BUSY = 200.0
-"""Requests of others that keep a home busy: it costs more than any transfer."""
-
-
-@dataclass
-class Two:
-    """Two unified workers, one session, and an engine alone that is always right."""
-
-    running: Running
-    engines: list[Engine]
-    alone: Engine
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    def target(self, engine: Engine) -> Target:
-        return self.running.fleet.workers[name(engine)].targets[0]
-
-    def busy(self, engine: Engine, requests: float = BUSY) -> None:
-        """With requests that others sent."""
-        target = self.target(engine)
-        target.foreign = target.busy = requests
-
-    def body(self, stream: bool = False, **fields: Any) -> dict[str, Any]:
-        body = {"model": "sim", "messages": self.messages, "max_tokens": 12, "temperature": 0, "stream": stream}
-        return body | fields
-
-    def says(self, words: str) -> None:
-        self.messages.append({"role": "user", "content": words})
-
-    async def turn(self, words: str = STORY * 4, stream: bool = False, **fields: Any) -> Response:
-        """The session's next, answered rightly."""
-        self.says(f"{len(self.messages)} {words}")
-        body = self.body(stream, **fields)
-        plain = {key: value for key, value in self.body().items() if key != "kv_transfer_params"}
-        right = text_of(await once(self.alone.port, request(plain)), False)
-        answer = await once(self.running.port, request(body, "X-Session-Id: s"))
-        assert answer.status == 200, answer.body
-        assert text_of(answer, stream) == right
-        self.messages.append({"role": "assistant", "content": right})
-        await until(lambda: not self.running.gateway.exchanges)
-        return answer
-
-    def split(self, answer: Response) -> tuple[Engine, Engine]:
-        """Who answered, and the other."""
-        at = [name(each) for each in self.engines].index(answer.one("x-warmroute-worker"))
-        return self.engines[at], self.engines[1 - at]
-
-    async def route(self, **fields: Any) -> dict[str, Any]:
-        """The dry run of what the session would say next."""
-        messages = [*self.messages, {"role": "user", "content": "And?"}]
-        url = f"http://127.0.0.1:{self.running.admin.port}/route"
-        data = json.dumps({**self.body(**fields), "messages": messages})
-        async with aiohttp.ClientSession() as http, http.post(url, data=data, headers={"X-Session-Id": "s"}) as answer:
-            assert answer.status == 200, await answer.text()
-            told: dict[str, Any] = await answer.json()
-            return told
-
-    async def rows(self) -> dict[str, dict[str, Any]]:
-        return {row["target"]: row for row in (await self.route())["candidates"]}
-
-    async def fetches(self) -> float:
-        """Requests that were told to fetch."""
-        rows = (await admin(self.running, "/metrics")).splitlines()
-        return sum(float(row.rsplit(" ", 1)[1]) for row in rows if row.startswith("warmroute_kv_fetches_total{"))
-
-
-def named(engine: Engine) -> dict[str, Any]:
-    """What the last request said of other engines."""
-    told: dict[str, Any] = json.loads(engine.core.recorder.last_body or b"{}")
-    return dict(told.get("kv_transfer_params") or {})
-
-
-def calm(config: Config) -> None:
-    config.probes.health = 60.0
-    config.probes.load = 600.0
-    config.retries.budget = 1.0
-
-
-async def begin(
-    gateway: Begin, engine: StartEngine, told: list[dict[str, Any]], policy: str = "cache_aware", **options: Any
-) -> Two:
-    engines = [await engine(**options) for _ in told]
-    alone = await engine(time_scale=0)
-    workers = [WorkerConfig(each.url, **more) for each, more in zip(engines, told, strict=True)]
-    return Two(await gateway(*workers, policy=policy, change=calm), engines, alone)
-
-
-# -- stores -------------------------------------------------------------------------------------------------------------
-
-
-async def stores(
-    gateway: Begin, engine: StartEngine, folder: Path, *told: dict[str, Any], connector: str = "shared"
-) -> Two:
-    options = {"connector": connector, "shared_dir": str(folder)} if connector else {}
-    return await begin(gateway, engine, list(told), **options)
-
-
-STORES: dict[str, Any] = {"pool": "x", "shared_store": True}
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-async def test_the_other_restores_what_one_computed(
-    gateway: Begin, engine: StartEngine, tmp_path: Path, stream: bool
-) -> None:
-    two = await stores(gateway, engine, tmp_path, STORES, STORES)
-    home, other = two.split(await two.turn(stream=stream))
-    rows = await two.rows()
-    mine, its = rows[name(home)], rows[name(other)]
-    assert mine["holding_tokens"]["device"] > 0
-    assert not mine["holding_tokens"].get("shared") and not mine["terms"]["restore"]
-    assert its["holding_tokens"]["device"] == 0
-    assert its["holding_tokens"]["shared"] == mine["holding_tokens"]["device"]
-    assert its["terms"]["restore"] > 0
-    assert its["terms"]["transfer"] == 0
-    two.busy(home)
-    told = await two.route()
-    assert (told["target"], told["reason"]) == (name(other), "moved")
-    answer = await two.turn(stream=stream)
-    assert answer.one("x-warmroute-worker") == name(other)
-    assert answer.one("x-warmroute-decision") == "cache_aware/moved"
-    assert int(answer.one("x-warmroute-predicted-cached-tokens")) > 0
-    assert other.stats()["transferred_tokens"] > 0, "it was in the store"
-    assert (await two.route())["session"]["home"] == name(other)
-    assert await two.fetches() == 0
-    assert "kv_transfer_params" not in json.loads(other.core.recorder.last_body)
-    await settled(two.running)
-
-
-OTHERWISE: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"pool": "x"}, {"pool": "x"}),
-    ({"pool": "x", "shared_store": False}, {"pool": "x", "shared_store": False}),
-    (STORES, {"pool": "x"}),
-    (STORES, {"pool": "y", "shared_store": True}),
-]
-
-
-@pytest.mark.parametrize("told", OTHERWISE)
-async def test_nothing_is_restored_without_a_store_of_the_same_pool(
-    gateway: Begin, engine: StartEngine, tmp_path: Path, told: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
-    two = await stores(gateway, engine, tmp_path, *told, connector="")
-    for _ in range(2):
-        home, other = two.split(await two.turn())
-    its = (await two.rows())[name(other)]
-    assert sum(its["holding_tokens"].values()) == 0
-    assert its["terms"]["restore"] == its["terms"]["transfer"] == 0
-    await settled(two.running)
-
-
-async def test_a_home_that_is_not_busy_keeps_its_session(gateway: Begin, engine: StartEngine, tmp_path: Path) -> None:
-    two = await stores(gateway, engine, tmp_path, STORES, STORES)
-    home, _ = two.split(await two.turn())
-    for _ in range(4):
-        assert two.split(await two.turn())[0] is home
-    await settled(two.running)
-
-
-# -- peers --------------------------------------------------------------------------------------------------------------
 
 
 async def peers(gateway: Begin, engine: StartEngine, *, lends: bool = True, connector: str = "p2p", **more: Any) -> Two:
