@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import aiohttp
 import pytest
 
 from gateway.config import Config
@@ -36,7 +38,7 @@ async def test_the_answer_is_one_engine_s(kind_of_pair: BeginKind, kind: str, st
         assert answer.one("x-warmroute-worker") == name(r.d)
         assert answer.one("x-warmroute-prefill-worker") == name(r.p)
         assert answer.one("x-warmroute-decision").startswith("disaggregated/")
-    assert computed(r) <= (3 * r.d.stats()["block_size"] if kind == "shared" else 0)
+    assert computed(r) <= (3 * r.d.core.options.block_size if kind == "shared" else 0)
     assert r.p.stats()["computed_tokens"] > 0
     await r.nothing_left()
     decisions = await r.samples("warmroute_pd_decisions_total")
@@ -60,8 +62,7 @@ async def test_the_other_routes(kind_of_pair: BeginKind, kind: str, stream: bool
 
 
 def parts(body: bytes, stream: bool) -> list[Any]:
-    import json
-
+    """What an answer is made of: one object, or its events."""
     return [event for event in events_of(body) if event != "[DONE]"] if stream else [json.loads(body)]
 
 
@@ -76,14 +77,14 @@ async def test_cached_tokens_are_those_of_the_prefill_engine(kind_of_pair: Begin
     assert int(answer.one("x-warmroute-predicted-cached-tokens")) > 0
     await r.nothing_left()
     stats = r.p.stats()
-    assert stats["hit_tokens"] > 0
-    assert await counted(r, "warmroute_cached_tokens_total") == {name(r.p): stats["hit_tokens"]}
+    assert stats["cached_tokens"] > 0
+    assert await counted(r, "warmroute_cached_tokens_total") == {name(r.p): stats["cached_tokens"]}
     assert await counted(r, "warmroute_prompt_tokens_total") == {name(r.p): stats["prompt_tokens"]}
     completions = await counted(r, "warmroute_completion_tokens_total")
     assert completions == {name(r.d): r.d.stats()["generated_tokens"]}
 
 
-BEFORE = ["error500", "error503", "queue_full", "reset", "garbage", "half_close", "refuse"]
+BEFORE = ["error500", "queue_full", "reset", "refuse"]
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -93,12 +94,15 @@ BEFORE = ["error500", "error503", "queue_full", "reset", "garbage", "half_close"
 async def test_a_side_that_fails_before_the_answer(
     kind_of_pair: BeginKind, kind: str, side: str, fault: Any, stream: bool
 ) -> None:
-    r = await kind_of_pair(kind, 2, 2, policy="round_robin")
+    r = await kind_of_pair(kind, 2, 2, policy="round_robin", lease=4.0, blocks_ttl=4.0)
     bad = r.p if side == "prefill" else r.d
     bad.faults.add(fault, count=None)
     for number in range(2):
         await r.check(story(number, stream=stream))
-    assert await r.blamed() == (set() if fault in ("error503", "queue_full") else {name(bad)})
+    # Of two that did their parts one after the other an error of the second may be either's.
+    told = fault != "queue_full" and (side == "prefill" or fault != "error500")
+    assert await r.blamed() <= {name(bad)}
+    assert bool(await r.blamed()) or not told
     bad.faults.clear()
     await r.nothing_left()
 
@@ -110,7 +114,7 @@ async def test_a_side_that_is_silent(kind_of_pair: BeginKind, kind: str, side: s
     def impatient(config: Config) -> None:
         config.timeouts.first_byte = FIRST_BYTE
 
-    r = await kind_of_pair(kind, 2, 2, policy="round_robin", change=impatient)
+    r = await kind_of_pair(kind, 2, 2, policy="round_robin", change=impatient, lease=4.0, blocks_ttl=4.0)
     bad = r.p if side == "prefill" else r.d
     bad.faults.add("stall_before", count=1)
     for number in range(2):
@@ -118,7 +122,7 @@ async def test_a_side_that_is_silent(kind_of_pair: BeginKind, kind: str, side: s
     good = {name(each) for each in r.engines if (each in r.prefills) == (bad in r.prefills) and each is not bad}
     assert not good & await r.blamed()
     bad.faults.clear()
-    await r.nothing_left(seconds=40.0)
+    await r.nothing_left()
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -160,7 +164,7 @@ async def test_engine_ids_are_read_at_join(kind_of_pair: BeginKind) -> None:
 
 @pytest.mark.parametrize("stream", STREAMS)
 async def test_a_restarted_prefill_engine_is_met_again(kind_of_pair: BeginKind, stream: bool) -> None:
-    r = await kind_of_pair("mooncake", change=quick)
+    r = await kind_of_pair("mooncake", change=quick, blocks_ttl=4.0)
     await r.check(story(0, stream=stream))
     before = r.p.engine_id
     await r.p.restart()
@@ -219,14 +223,108 @@ async def test_where_nobody_can_the_error_is_clear(kind_of_pair: BeginKind, stre
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-async def test_requests_that_name_themselves_alike_do_not_meet(kind_of_pair: BeginKind, stream: bool) -> None:
-    """The client's request id is its own to choose, and says nothing of which KV is whose."""
-    r = await kind_of_pair("mooncake")
-    bodies = [story(number, stream=stream) for number in range(6)]
-    for each in bodies:
-        await r.right(each)
-    await asyncio.gather(*(r.check(each, "X-Request-Id: mine") for each in bodies))
+async def test_each_rank_is_met_by_its_own_id(kind_of_pair: BeginKind, stream: bool) -> None:
+    r = await kind_of_pair("mooncake", policy="round_robin", ranks=2)
+    assert len(set(r.running.fleet.workers[name(r.p)].engine_ids)) == 2
+    served = set()
+    for number in range(4):
+        answer = await r.check(story(number, stream=stream))
+        served.add(answer.one("x-warmroute-prefill-worker"))
+    assert served == {name(r.p), f"{name(r.p)}#1"}
+    assert computed(r) == 0
+    assert await r.faults() == {}
     await r.nothing_left()
+
+
+# -- shared stores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": [STORY, f"b {STORY}"]}, {"echo": True}, {"best_of": 1}])
+async def test_engines_find_kv_however_many_prompts_there_are(kind_of_pair: BeginKind, more: dict[str, Any]) -> None:
+    r = await kind_of_pair("shared")
+    body = {"model": "sim", "prompt": STORY, "max_tokens": 5, "temperature": 0, **more}
+    whole = await once(r.alone.port, request(body, path="/v1/completions"))
+    answer = await r.ask(body, path="/v1/completions")
+    assert answer.status == 200, answer.body
+    said, right = ([choice["text"] for choice in each.json()["choices"]] for each in (answer, whole))
+    assert said == right
+    assert answer.one("x-warmroute-prefill-worker") == name(r.p)
+    assert r.d.stats()["transferred_tokens"] > 0
+    await r.nothing_left()
+
+
+@pytest.mark.parametrize("kind", ["shared", "tensorrt_llm"])
+async def test_what_was_computed_is_not_computed_again(kind_of_pair: BeginKind, kind: str) -> None:
+    """A decode engine that never saw its request leaves it to another one."""
+    r = await kind_of_pair(kind, 1, 2, policy="round_robin")
+    r.d.faults.add("refuse", count=None)
+    for number in range(3):
+        answer = await r.check(story(number))
+        assert answer.one("x-warmroute-worker") == name(r.decodes[1])
+    assert r.p.stats()["requests"] == 3
+    r.d.faults.clear()
+    await r.nothing_left()
+
+
+# -- what is told -------------------------------------------------------------------------------------------------------
+
+
+async def route(r: Rig, body: dict[str, Any], session: str) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{r.running.admin.port}/route"
+    fields = {"X-Session-Id": session}
+    async with aiohttp.ClientSession() as http, http.post(url, data=json.dumps(body), headers=fields) as answer:
+        assert answer.status == 200, await answer.text()
+        told: dict[str, Any] = await answer.json()
+        return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_dry_run_says_what_is_done(kind_of_pair: BeginKind, kind: str) -> None:
+    r = await kind_of_pair(kind, 2, 2)
+    body = story("x")
+    for turn in range(3):
+        told = await route(r, body, "s")
+        answer = await r.check(body, "X-Session-Id: s")
+        await until(lambda: not r.running.gateway.exchanges)
+        pair = (answer.one("x-warmroute-prefill-worker"), answer.one("x-warmroute-worker"))
+        if turn:
+            # Of a session that is not known yet the dry run has no key to break ties by.
+            assert (told["pair"]["prefill"], told["pair"]["decode"]) == pair
+            assert told["pair"]["kv_from"] is None
+            assert told["session"]["home"] == pair[1]
+            assert told["session"]["partner"] == pair[0]
+            assert answer.one("x-warmroute-decision") == f"disaggregated/{told['reason']}"
+    await r.nothing_left()
+
+
+SIDES = [("prefill", "error500"), ("prefill", "reset"), ("decode", "refuse"), ("decode", "reset")]
+
+
+@pytest.mark.parametrize(("side", "fault"), SIDES)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_failures_are_counted_where_they_happened(
+    kind_of_pair: BeginKind, kind: str, side: str, fault: Any
+) -> None:
+    r = await kind_of_pair(kind, 2, 2, policy="round_robin", lease=4.0, blocks_ttl=4.0)
+    bad = r.p if side == "prefill" else r.d
+    bad.faults.add(fault, count=None)
+    for number in range(2):
+        await r.check(story(number))
+    bad.faults.clear()
+    rows = await r.samples("warmroute_pd_leg_failures_total")
+    assert {(labels["role"], labels["stage"]) for labels, value in rows if value} == {(side, side)}
+    await r.nothing_left()
+
+
+@pytest.mark.parametrize(("kind", "times"), [("mooncake", 0), ("shared", 3), ("tensorrt_llm", 3)])
+async def test_transfers_are_timed_where_they_can_be(kind_of_pair: BeginKind, kind: str, times: int) -> None:
+    """Of two that are asked at once nobody sees when the KV begins to go over."""
+    r = await kind_of_pair(kind)
+    for number in range(3):
+        await r.check(story(number, stream=True))
+    await r.nothing_left()
+    assert sum(value for _, value in await r.samples("warmroute_pd_transfer_seconds_count")) == times
+    assert await r.samples("warmroute_kv_fetches_total") == []
 
 
 # -- TensorRT-LLM ---------------------------------------------------------------------------------------------------------
