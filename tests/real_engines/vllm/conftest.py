@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import statistics
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvloop
 
@@ -17,10 +18,12 @@ from gateway.run import Running
 from load_tests.client import quantile
 from tests.conftest import Require
 from tests.real_engines.vllm.engine import PLAIN, PYTHON, VLLM
+from tests.real_engines.vllm.pair import Pair, staged
 from tests.real_engines.vllm.talk import Figures, until
 
 Fleet = Callable[..., list[VLLM]]
 Begin = Callable[..., Any]
+StartPair = Callable[..., Awaitable[Pair]]
 
 _figures = Figures()
 
@@ -91,6 +94,42 @@ async def gateway() -> AsyncIterator[Begin]:
         assert {target.name: target.running for target in running.fleet.targets.values() if target.running} == {}
 
 
+@pytest.fixture
+async def pair(gateway: Begin, servers: list[VLLM], engines: Fleet) -> AsyncIterator[StartPair]:
+    """``await pair(policy, ...)``: both engines as a pair, and a gateway in front of them. At the end neither may run
+    anything, nor keep anything that is not kept for the session's next turn.
+
+    ``flags``: each engine's. ``through``: what stands between the gateway and (prefill, decode) engine, by its URL.
+    ``change`` edits the configuration; ``more`` are fields of its ``disaggregation``.
+    """
+    made: list[Pair] = []
+    async with httpx.AsyncClient(timeout=60) as http:
+
+        async def begin(
+            policy: str = "round_robin",
+            *,
+            flags: Callable[[VLLM], tuple[str, ...]] = VLLM.paired,
+            through: tuple[str | None, str | None] = (None, None),
+            change: Callable[[Config], None] = lambda config: None,
+            **more: Any,
+        ) -> Pair:
+            p, d = await asyncio.to_thread(engines, *[flags(engine) for engine in servers])
+
+            def told(config: Config) -> None:
+                staged(policy, **more)(config)
+                for worker, url in zip(config.workers, through, strict=True):
+                    worker.url = url or worker.url
+                change(config)
+
+            made.append(Pair(await gateway([p, d], told), p, d, http))
+            return made[-1]
+
+        yield begin
+        for each in made:
+            hands_back = '"bidirectional_kv_xfer": true' in " ".join(each.d.flags)
+            await (each.running_nothing(10) if hands_back else each.idle())
+
+
 @pytest.fixture(scope="session")
 def figures() -> Figures:
     """What tests measured; printed at the end."""
@@ -114,6 +153,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("predictions from KV events of two vLLM engines")
         for name, value in _figures.events.items():
             terminalreporter.write_line(f"{name:<36}{value}")
+    if _figures.pairs:
+        terminalreporter.section("a vLLM prefill engine and a vLLM decode engine")
+        for name, value in _figures.pairs.items():
+            terminalreporter.write_line(f"{name:<48}{value}")
     turns = _figures.turns
     if not turns:
         return

@@ -50,7 +50,16 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # How engines find and reach each other to hand over KV.
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "UCX_TLS": "tcp,self,sm",
+    "UCX_NET_DEVICES": "lo",
+    "PYTHONPATH": str(Path(__file__).with_name("inside")),
 }
+LEASE = 12
+"""Seconds for which a prefill engine keeps KV that nobody asks for; it wants a multiple of 6."""
+KEPT = 12
+"""Seconds for which a decode engine keeps KV that it offers to hand back."""
 
 
 def free_port() -> int:
@@ -66,7 +75,7 @@ class VLLM:
         self.name = name
         self.model = model
         self.log = logs / f"{name}.log"
-        self.port, self.published, self.replayed = free_port(), free_port(), free_port()
+        self.port, self.published, self.replayed, self.side = free_port(), free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.flags: tuple[str, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
@@ -94,6 +103,23 @@ class VLLM:
             told["replay_endpoint"] = f"tcp://*:{self.replayed}"
         return (*PLAIN, "--kv-events-config", json.dumps(told), "--trust-request-chat-template", *more)
 
+    def paired(self, *more: str, bidirectional: bool = False, on_failure: str = "fail") -> tuple[str, ...]:
+        """Flags of one half of a pair, either half. ``on_failure``: what it does with a request whose KV does not come,
+        ``fail`` or ``recompute``."""
+        told = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": on_failure,
+            "kv_connector_extra_config": {
+                "kv_lease_duration": LEASE,
+                "bidirectional_kv_xfer": bidirectional,
+                "decoder_kv_blocks_ttl": KEPT,
+            },
+        }
+        rests = ("--worker-extension-cls", "nixl_rests.Rests")
+        return (*PLAIN, "--kv-transfer-config", json.dumps(told), *rests, *more)
+
     def start(self, flags: tuple[str, ...] = PLAIN) -> None:
         """Start it, ending what runs; see `wait`."""
         self.end()
@@ -105,7 +131,7 @@ class VLLM:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side)},
                 start_new_session=True,
             )
         self.started = time.monotonic()
@@ -161,6 +187,15 @@ class VLLM:
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
         self.process = None
+
+    def sources(self) -> dict[str, int]:
+        """Where the prompts' tokens came from, as it counts them: source -> tokens."""
+        name, found = "vllm:prompt_tokens_by_source_total", Counter[str]()
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=10).text):
+            for sample in family.samples:
+                if sample.name == name:
+                    found[sample.labels["source"]] += int(sample.value)
+        return dict(found)
 
     def metrics(self) -> dict[str, float]:
         """Its own counters and gauges, each summed over its labels."""

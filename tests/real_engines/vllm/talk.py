@@ -52,6 +52,12 @@ def events(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.strip() != b"[DONE]"]
 
 
+def finish(told: list[dict[str, Any]]) -> str | None:
+    """The last finish reason of a stream."""
+    reasons = [choice["finish_reason"] for event in told for choice in event.get("choices", [])]
+    return reasons[-1] if reasons else None
+
+
 async def scraped(running: Running) -> Counter[str]:
     """The gateway's counters, each summed over its labels; also those of each outcome as ``name/outcome``."""
     async with httpx.AsyncClient(timeout=10) as http:
@@ -94,6 +100,8 @@ class Figures:
     turns: list[Turn] = field(default_factory=list)
     events: dict[str, str] = field(default_factory=dict)
     """How predictions made from KV events compare with what engines report: by name, in words."""
+    pairs: dict[str, str] = field(default_factory=dict)
+    """What a prefill engine and a decode engine do together: by name, in words."""
 
 
 async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Turn:
@@ -162,12 +170,19 @@ class Witness:
         there, engine = await asyncio.open_connection("127.0.0.1", self.port)
         talk = bytearray(), bytearray()
         self.talks.append(talk)
-        await asyncio.gather(self._pass(reader, engine, talk[0]), self._pass(there, writer, talk[1]))
+        await asyncio.gather(self._pass(reader, engine, talk[0], True), self._pass(there, writer, talk[1]))
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
+    async def _passing(self, data: bytes) -> None:
+        """Before the gateway's bytes reach the engine."""
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray, asks: bool = False
+    ) -> None:
         try:
             while data := await reader.read(1 << 16):
                 kept += data
+                if asks:
+                    await self._passing(data)
                 writer.write(data)
                 await writer.drain()
         except ConnectionError:

@@ -30,6 +30,7 @@ from tests.real_engines.vllm.talk import (
     ask,
     converse,
     events,
+    finish,
     said,
     scraped,
     until,
@@ -484,12 +485,6 @@ async def broken_stream(running: Running, end: Any) -> tuple[str, list[dict[str,
                 end(worker, data[: data.rindex(b"\n\n")])
                 end = None
     return worker, events(data), data
-
-
-def finish(told: list[dict[str, Any]]) -> str | None:
-    """The last finish reason of a stream."""
-    reasons = [choice["finish_reason"] for event in told for choice in event.get("choices", [])]
-    return reasons[-1] if reasons else None
 
 
 async def test_an_answer_that_the_engine_gave_up_is_no_success(gateway: Begin, engines: Fleet) -> None:
