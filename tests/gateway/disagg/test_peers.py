@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+from collections.abc import Callable
 
 import pytest
 
-from gateway.config import WorkerConfig
+from gateway.config import Config, ModelConfig, TenantConfig, WorkerConfig
+from gateway.config_reader import Secret
 from gateway.workers import State
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.disagg.rig import name, text_of
@@ -18,16 +20,18 @@ from tests.load_tests.engine.pairs import STORY
 STREAMS = [False, True]
 
 
-async def peers(gateway: Begin, engine: StartEngine, *, lends: bool = True, connector: str = "p2p", **more: Any) -> Two:
+async def peers(
+    gateway: Begin, engine: StartEngine, *, lends: bool = True, change: Callable[[Config], None] = calm
+) -> Two:
     """Of real sockets: each is told where the other can be asked."""
-    engines = [await engine(connector=connector) for _ in range(2)]
+    engines = [await engine(connector="p2p") for _ in range(2)]
     alone = await engine(time_scale=0)
-    sources = [f"127.0.0.1:{each.side_port or 7000 + at}" for at, each in enumerate(engines)]
+    sources = [f"127.0.0.1:{each.side_port}" for each in engines]
     workers = [
         WorkerConfig(each.url, **({"kv_source": source} if lends else {}))
         for each, source in zip(engines, sources, strict=True)
     ]
-    return Two(await gateway(*workers, policy="cache_aware", change=calm, **more), engines, alone)
+    return Two(await gateway(*workers, policy="cache_aware", change=change), engines, alone)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -162,6 +166,40 @@ async def test_the_client_s_own_parameters_reach_no_engine(
         assert each.core.recorder.last_body.count(b"kv_transfer_params") <= 1
     assert bool(named(other)) is (moved and lends)
     assert await two.fetches() == float(moved and lends)
+    await settled(two.running)
+
+
+async def test_an_isolated_tenant_s_session_moves_in_its_own_cache(gateway: Begin, engine: StartEngine) -> None:
+    """Named by an alias, with parameters of the client's own: what is cut out, put in and renamed goes together."""
+
+    def change(config: Config) -> None:
+        calm(config)
+        config.tenants = [TenantConfig(each, [Secret(f"key-{each}")], isolation="isolated") for each in ("a", "b")]
+        config.models["sim"] = ModelConfig(aliases=["alias"])
+
+    two = await peers(gateway, engine, change=change)
+    said = [{"role": "user", "content": STORY * 4}]
+    own = {"kv_transfer_params": {"remote_kv_source": 1}, "model": "alias", "max_tokens": 4}
+    right = None
+    for tenant in ("a", "b"):
+        fields = (f"Authorization: Bearer key-{tenant}", "X-Session-Id: s")
+        two.busy(two.engines[0], 0.0)
+        two.busy(two.engines[1], 0.0)
+        home, other = two.split(await once(two.running.port, request(two.body(messages=said, **own), *fields)))
+        await until(lambda: not two.running.gateway.exchanges)
+        before = other.stats()["transferred_tokens"]
+        two.busy(home)
+        answer = await once(two.running.port, request(two.body(messages=said, **own), *fields))
+        await until(lambda: not two.running.gateway.exchanges)
+        assert answer.one("x-warmroute-worker") == name(other)
+        right = right or answer.json()["choices"][0]["message"]["content"]
+        assert answer.json()["choices"][0]["message"]["content"] == right
+        assert named(other)["remote_kv_source"]["remote_port"] == home.side_port
+        sent = json.loads(other.core.recorder.last_body)
+        assert sent["model"] == "sim"
+        assert sent["cache_salt"]
+        assert other.stats()["transferred_tokens"] > before, "each tenant's own"
+    assert await two.fetches() == 2
     await settled(two.running)
 
 
