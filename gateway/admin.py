@@ -211,6 +211,8 @@ class AdminSite:
             "engine": facts.engine,
             "version": facts.version,
             "role": worker.role,
+            "protocol": worker.protocol,
+            "pool": worker.pool_name or None,
             "models": [model.name for model in facts.models],
             "block_size": facts.block_size,
             "kv_tokens": facts.kv_tokens,

@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from math import inf
+from os import urandom
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.dialects import Usage
-from gateway.disagg import End, Pair, Protocol, Send, Steps
-from gateway.disagg.logprobs import merged, prompt_logprobs
+from gateway.disagg import End, Pair, Protocol, Send, Steps, wants
+from gateway.disagg.logprobs import Logprobs, merged, prompt_logprobs
 from gateway.disagg.nixl import hidden
 from gateway.errors import (
     Fault,
@@ -42,8 +43,6 @@ LINGER = 30.0
 """Seconds for which a prefill engine may still answer when the client has its answer."""
 DOUBT = 0.1
 """Seconds within which the other of two that failed together says so."""
-GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
 
 class Handed(NamedTuple):
@@ -123,19 +122,19 @@ class Legs:
         """What the prefill engine reports."""
         self.whole = b""
         """The decode engine's answer as it came, where the client's is made of it."""
-        self.first: list[dict[str, Any]] = []
+        self.first: Logprobs = {}
         """What the prefill engine says of the prompt's logprobs."""
         self.until = inf if handed is None else handed.until
         """When what the prefill engine holds for the decode engine is given up."""
         body = exchange.gateway.body_for(exchange, decode)
-        attempt = (exchange.ask.request.draw + GOLDEN * exchange.attempts) & _MASK
         self.pair = Pair(
             end_of(prefill),
             end_of(decode),
             exchange.route.kind,
             body,
             exchange.request_id.decode("latin-1"),
-            attempt,
+            # Never of anything that a client says: who can name another's room takes its KV.
+            int.from_bytes(urandom(8), "little"),
             lent,
             tells_ids,
         )
@@ -271,7 +270,7 @@ class Legs:
     @property
     def wants_ids(self) -> bool:
         """The client asked for token ids itself."""
-        return b'"return_token_ids"' in self.pair.body
+        return wants(self.pair.body, "return_token_ids")
 
     @property
     def waits(self) -> bool:
@@ -362,4 +361,4 @@ def end_of(target: Target) -> End:
 
 def wants_logprobs(pair: Pair) -> bool:
     """Whether the prompt's logprobs, which only the prefill engine has, are asked for."""
-    return pair.kind == "generate" and b'"return_logprob"' in pair.body
+    return pair.kind == "generate" and wants(pair.body, "return_logprob")

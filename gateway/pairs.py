@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from os import urandom
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -104,7 +105,7 @@ class Pairs:
         if home is None or home.worker.spec.source is None:
             return None
         host, port = home.worker.spec.source
-        name = f"wr-{exchange.ask.request.draw:016x}-{exchange.attempts}"
+        name = f"wr-{urandom(8).hex()}"
         self.gateway.metrics.fetches.add((exchange.ask.model_name,))
         told = {"remote_kv_source": {"kv_request_id": name, "remote_host": host, "remote_port": port + home.rank}}
         return msgspec.json.encode(told)

@@ -1,9 +1,8 @@
 """What passes a pair's answer on where the client's is not the decode engine's as it stands."""
 
 from collections import deque
-from typing import Any
 
-from gateway.disagg.logprobs import merged_events
+from gateway.disagg.logprobs import Logprobs, merged_events
 from gateway.disagg.nixl import hidden
 from gateway.http.relay import Relay
 
@@ -15,7 +14,7 @@ class Merged(Relay):
     """Passes events on with what the prefill engine says of the prompt (`gateway.disagg.logprobs`)."""
 
     __slots__ = ("before",)
-    before: list[dict[str, Any]]
+    before: Logprobs
 
     def _send(self, data: bytes) -> None:
         super()._send(merged_events(data, self.before))

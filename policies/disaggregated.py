@@ -36,7 +36,7 @@ from policies.base import (
 from policies.cache_aware import CacheAware, least_homed
 from policies.cost import EXPECTED_OUTPUT, memory, terms, turn
 
-DISTURBED = 0.1
+DISTURBED = 0.2
 """`Disaggregated.disturbance` by default: answers begin as soon as under the best fixed rule, and are as steady."""
 
 LEAST_LENT = 64
@@ -228,6 +228,8 @@ def disturbed(target: Target, prefill: float, usual: float) -> float:
     """Seconds that ``prefill`` seconds on a decode engine cost those that generate there: each that does now waits all of
     them, each that comes meanwhile half. Where ``usual`` requests generate at a time for ``answer`` seconds each,
     ``usual / answer`` come a second (Little's law)."""
+    # Of a step that generates anyway only what the prompt adds to it.
+    prefill = max(0.0, prefill - target.rates.base)
     answer = EXPECTED_OUTPUT * (target.rates.base + usual * target.rates.decode)
     coming = usual * prefill / answer
     return prefill * (target.busy + 0.5 * coming)

@@ -16,7 +16,7 @@ def test_the_configuration_by_example_is_accepted():
     config = parse(text, {"ENGINE_KEY": "a", "RESEARCH_KEY": "b", "BATCH_KEY": "c", "ISOLATION_KEY": "d"})
     assert config.make_policy(config.tenants[0].policy).name == "session"
     sources = [worker.spec().events for worker in config.workers if worker.events.enabled]
-    assert [source and source.replay for source in sources] == [None, "tcp://10.0.0.3:5657"]
+    assert [source and source.replay for source in sources] == [None, "tcp://10.0.0.3:5657", None]
 
 
 def test_the_flags_of_engines_are_json_with_a_gap_between_the_ports():
@@ -49,6 +49,17 @@ def test_the_policy_by_example_chooses():
 def test_every_policy_of_the_table_exists():
     from policies.base import names
 
-    rows = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \|", README, re.MULTILINE)
-    shown = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)} - {"kv_index", "policies", "gateway"}
-    assert shown == set(names())
+    assert table("| policy | chooses |") == set(names())
+
+
+def test_every_protocol_of_the_table_exists():
+    from gateway.disagg import all_protocols
+
+    assert table("| protocol | engines | how |") == set(all_protocols())
+
+
+def table(head: str) -> set[str]:
+    """Names in the first column of the table under ``head``."""
+    rows = README.split(head, 1)[1].split("\n\n", 1)[0]
+    firsts = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \|", rows, re.MULTILINE)
+    return {name for first in firsts for name in re.findall(r"`([a-z_]+)`", first)}

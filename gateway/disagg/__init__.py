@@ -102,6 +102,23 @@ def protocol_of(engine: str) -> str | None:
     return {"vllm": "nixl", "sglang": "sglang", "tensorrt_llm": "tensorrt_llm"}.get(engine)
 
 
+_mapping = msgspec.json.Decoder(dict[str, Raw])
+_NO = (b"null", b"false")
+
+
+def wants(body: bytes, name: str) -> bool:
+    """Whether ``body`` asks for what ``name`` stands for: neither absent nor null nor false, for one of several at least."""
+    if name.encode() not in body:
+        return False
+    try:
+        told = _mapping.decode(body).get(name)
+        if told is None or bytes(told) in _NO:
+            return False
+        return not bytes(told).startswith(b"[") or any(bytes(each) not in _NO for each in _list.decode(told))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+
+
 class Several(msgspec.Struct):
     """What makes of a request several, or asks for what was computed of its prompt."""
 

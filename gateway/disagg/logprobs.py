@@ -8,36 +8,36 @@ from gateway.http.sse import payload, spans
 
 FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
+Logprobs = dict[int, dict[str, Any]]
+"""Number of an answer -> its fields that tell of the prompt."""
+
 _any = msgspec.json.Decoder()
 
 
-def prompt_logprobs(answer: bytes, streamed: bool) -> list[dict[str, Any]]:
+def prompt_logprobs(answer: bytes, streamed: bool) -> Logprobs:
     """Of each answer in a prefill engine's, the fields that tell of the prompt; empty if it tells of none."""
-    last = answer
-    if streamed:
-        found = [data for data in _payloads(answer) if data.startswith(b"{")]
-        if not found:
-            return []
-        last = found[-1]
-    return [
-        {name: meta[name] for name in FIELDS if isinstance(meta.get(name), list)} for meta in _metas(_decoded(last))
-    ]
+    found: Logprobs = {}
+    for told in _payloads(answer) if streamed else [answer]:
+        for number, meta in _metas(_decoded(told)):
+            fields = {name: meta[name] for name in FIELDS if isinstance(meta.get(name), list)}
+            if fields:
+                found[number] = fields
+    return found
 
 
-def merged(answer: bytes, first: list[dict[str, Any]]) -> bytes:
+def merged(answer: bytes, first: Logprobs) -> bytes:
     """A decode engine's answer, or one event's payload, with ``first`` before what it says of the prompt itself."""
     told = _decoded(answer)
-    metas = _metas(told)
-    if not metas or not first:
-        return answer
-    for meta, before in zip(metas, first if len(first) == len(metas) else first[:1] * len(metas), strict=True):
-        for name, values in before.items():
+    changed = False
+    for number, meta in _metas(told):
+        for name, values in first.get(number, {}).items():
             own = meta.get(name)
             meta[name] = values + (own if isinstance(own, list) else [])
-    return msgspec.json.encode(told)
+            changed = True
+    return msgspec.json.encode(told) if changed else answer
 
 
-def merged_events(data: bytes, first: list[dict[str, Any]]) -> bytes:
+def merged_events(data: bytes, first: Logprobs) -> bytes:
     """The same for whole events of a stream; what follows the last of them stays as it is."""
     parts, past = [], 0
     for start, end, past in spans(data):
@@ -59,7 +59,13 @@ def _decoded(body: bytes) -> Any:
         return None
 
 
-def _metas(told: Any) -> list[dict[str, Any]]:
+def _metas(told: Any) -> list[tuple[int, dict[str, Any]]]:
+    """Number and ``meta_info`` of each answer: its place in a list, its ``index`` in a stream of several."""
     rows = told if isinstance(told, list) else [told]
-    metas = [row.get("meta_info") if isinstance(row, dict) else None for row in rows]
-    return [meta for meta in metas if isinstance(meta, dict)] if all(isinstance(meta, dict) for meta in metas) else []
+    found = []
+    for place, row in enumerate(rows):
+        meta = row.get("meta_info") if isinstance(row, dict) else None
+        if isinstance(meta, dict):
+            index = row.get("index")
+            found.append((index if isinstance(index, int) and len(rows) == 1 else place, meta))
+    return found

@@ -52,6 +52,7 @@ class Mooncake:
         transfer = f"xfer-{pair.draw & (2**64 - 1):016x}"
         first = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
         host, port = end.bootstrap
+        host = f"[{host}]" if ":" in host else host
         second = {
             "do_remote_decode": False,
             "do_remote_prefill": True,

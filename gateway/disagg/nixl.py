@@ -26,8 +26,9 @@ ASKED = (
 )
 LENGTHS = {"chat": ("max_tokens", "max_completion_tokens"), "completions": ("max_tokens",), "messages": ("max_tokens",)}
 """Route -> what limits its answer."""
-ONE_TOKEN = ("stream_options", "min_tokens")
-"""What must not be asked together with a single token and no stream."""
+ONE_TOKEN = ("stream_options", "min_tokens", "stop", "stop_token_ids", "stop_sequences")
+"""What must not be asked together with a single token and no stream, and what could end the answer before that: engines hand
+over the KV of an answer that its length ended, and of no other."""
 
 
 class _Choice(msgspec.Struct):
@@ -157,6 +158,8 @@ def one_token(pair: Pair, add: dict[str, bytes]) -> bytes:
     """The body with which a prefill engine computes the prompt and nothing else."""
     limits = dict.fromkeys(LENGTHS.get(pair.kind, ("max_tokens",)), b"1")
     told = {"return_token_ids": b"true"} if pair.tells_ids else {}
+    if pair.kind != "messages":
+        told["ignore_eos"] = b"true"
     return splice(pair.body, ONE_TOKEN, {"stream": b"false", **limits, **told, **add})
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from math import isfinite
 from pathlib import Path
@@ -39,6 +40,7 @@ ORPHAN = {
     "block_size": 16,
 }
 """Stored behind a block that nobody knows."""
+PAIRS = "warmroute_pd_"
 UNITS = {"s", "short", "reqps", "bytes", "percentunit"}
 
 
@@ -168,17 +170,66 @@ async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require
         await settled(prometheus, fleet)
         await agrees(prometheus, fleet)
         await offers(prometheus, fleet)
-        missing = queries()
-        for turn in range(8):
-            # A counter must have been scraped once before its rate can be told: trouble comes until all was seen.
-            await trouble(fleet, turn)
-            await asyncio.sleep(1.2)
-            missing = [each for each in missing if not await has_data(prometheus, each[1], began)]
-            if not missing:
-                break
-        assert missing == []
+        await seen(
+            prometheus, [each for each in queries() if PAIRS not in each[1]], lambda turn: trouble(fleet, turn), began
+        )
         await holds(prometheus, fleet)
         assert fleet.running.gateway.defects == 0
+
+
+async def seen(
+    prometheus: Prometheus, missing: list[tuple[str, str]], again: Callable[[int], Awaitable[None]], began: float
+) -> None:
+    """Every query has data: a counter must have been scraped once before its rate can be told, so ``again`` until all have."""
+    for turn in range(8):
+        await again(turn)
+        await asyncio.sleep(1.2)
+        missing = [each for each in missing if not await has_data(prometheus, each[1], began)]
+        if not missing:
+            break
+    assert missing == []
+
+
+async def test_the_row_of_pairs_has_data(require: Require, tmp_path: Path) -> None:
+    require("prometheus", BINARY is not None, CURE)
+    async with AsyncExitStack() as stack:
+        config = Config(models={MODEL: ModelConfig(tokenizer="engine")}, drain=0.0, drain_limit=5.0, policy="sides")
+        config.policies["sides"] = {"name": "disaggregated", "prefill": "least_load", "decode": "prefix_hash"}
+        config.disaggregation.bidirectional = True
+        config.listen.host, config.listen.port, config.admin.port = "127.0.0.1", 0, 0
+        engines = []
+        for role in ("prefill", "prefill", "decode"):
+            engine = await Engine.start(EngineOptions(models=[MODEL], role=role, bidirectional=True, time_scale=0.1))
+            stack.push_async_callback(engine.kill)
+            engines.append(engine)
+            config.workers.append(WorkerConfig(engine.url, role=role))
+        running = Running(config)
+        await running.start()
+        stack.push_async_callback(running.stop)
+        async with asyncio.timeout(30):
+            while len(list(running.fleet.ready())) < len(engines):
+                await asyncio.sleep(0.02)
+        prometheus = await stack.enter_async_context(scraping(running.admin.port, tmp_path))
+
+        async def talk(turn: int) -> None:
+            """A session of three turns, and prefill workers that fail now and then."""
+            engines[turn % 2].faults.add("error500", count=1)
+            messages: list[dict[str, str]] = []
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}", timeout=30) as http:
+                for number in range(3):
+                    messages.append({"role": "user", "content": f"{turn} {number} " + "and so on " * 200})
+                    body = {"model": MODEL, "max_tokens": 40, "messages": messages, "stream": number == 2}
+                    answer = await http.post(
+                        "/v1/chat/completions", json=body, headers={"x-session-id": f"talk-{turn}"}
+                    )
+                    assert answer.status_code == 200, answer.text
+                    if number < 2:
+                        messages.append(
+                            {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
+                        )
+
+        await seen(prometheus, [each for each in queries() if PAIRS in each[1]], talk, time())
+        assert running.gateway.defects == 0
 
 
 async def offers(prometheus: Prometheus, fleet: Fleet) -> None:

@@ -98,8 +98,10 @@ def ways(request: Request, targets: Fleet, now: float) -> list[Way]:
                 found.append(Way(each, engine, source, seconds, first.total))
         if each.whole:
             # Of those that come while the prompt is computed each waits half of it.
-            coming = usual * alone.prefill / (128 * (each.rates.base + usual * each.rates.decode))
-            drag = 0.1 * alone.prefill * (each.busy + coming / 2) + generating
+            # A step is made anyway.
+            more = max(0.0, alone.prefill - each.rates.base)
+            coming = usual * more / (128 * (each.rates.base + usual * each.rates.decode))
+            drag = 0.2 * more * (each.busy + coming / 2) + generating
             found.append(Way(each, None, None, alone.total - alone.interference + drag + full, 0.0))
     return found
 
@@ -266,8 +268,9 @@ def test_more_running_answers_make_prefill_on_the_decode_engine_dearer() -> None
         assert local is not None
         assert pair is not None
         here = KIND.prefill(2_000, 1_000)
-        coming = busy * here / (EXPECTED_OUTPUT * (KIND.base + busy * KIND.decode))
-        disturbed = 0.1 * here * (busy + coming / 2)
+        more = here - KIND.base
+        coming = busy * more / (EXPECTED_OUTPUT * (KIND.base + busy * KIND.decode))
+        disturbed = 0.2 * more * (busy + coming / 2)
         assert local.interference == pytest.approx(disturbed + busy * EXPECTED_OUTPUT * KIND.decode)
         assert pair.interference == pytest.approx(busy * EXPECTED_OUTPUT * KIND.decode)
         seen.append(rows[0].prefill is not None)

@@ -244,7 +244,7 @@ def test_without_a_bootstrap_server_there_is_no_meeting(protocol: Protocol) -> N
         ("Prefill bootstrap failed for request rank=0 with exception KVTransferError", Role.PREFILL),
         ("Decode transfer failed ...: Failed to get kvcache from prefill instance, it might be dead", Role.PREFILL),
         ("Lost connection with prefill instance (bootstrap_addr: 1:2)", Role.PREFILL),
-        ("Decode handshake failed for request", Role.DECODE),
+        ("Decode handshake failed for request", None),
         ("Internal server error", None),
     ],
 )
