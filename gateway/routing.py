@@ -21,7 +21,7 @@ from gateway.tenants import Tenant
 from gateway.workers import Target
 from kv_index.index import PrefixIndex
 from kv_index.pages import TEXT_PAGE, names
-from policies.base import Choice, Fleet as View, Policy, Request, Role
+from policies.base import Candidate, Choice, Fleet as View, Policy, Request, Role
 from policies.disaggregated import paired
 
 
@@ -406,7 +406,7 @@ class Routing:
             "candidates": [
                 {
                     "target": row.target.name,
-                    **({} if not staged else {"prefill": None if row.prefill is None else row.prefill.name}),
+                    **({} if not staged else _stage(ask, row)),
                     "total_ms": None if row.terms is None else round(row.terms.total * 1e3, 3),
                     "terms": None
                     if row.terms is None
@@ -430,6 +430,16 @@ def computing(choice: Choice, target: Target) -> Target:
         return target
     assert isinstance(choice.prefill, Target)
     return choice.prefill
+
+
+def _stage(ask: Ask, row: Candidate) -> dict[str, object]:
+    """Who would compute the prompt for a candidate, and what it holds of it."""
+    first = row.prefill
+    if first is None:
+        return {"prefill": None, "prefill_holding_tokens": None}
+    request = ask.request
+    held = _by_tier(request.holdings.get(first.id, 0), request.restored.get(first.id))
+    return {"prefill": first.name, "prefill_holding_tokens": held}
 
 
 def _by_tier(tokens: int, restored: tuple[int, int, int] | None) -> dict[str, int]:

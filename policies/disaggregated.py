@@ -289,7 +289,12 @@ class Sides:
         """A pair of one pool; one target where the fleet has no such pair."""
         first, able = self._first(request, fleet, now)
         second = self.decode.choose(_second(request, fleet, first), able, now)
-        return second if first is None else second._replace(prefill=first.target)
+        if first is None:
+            return second
+        lender, at = _lender(request, fleet), first.target
+        gained = min(request.lent, (request.tokens or 1) - 1) - request.holdings.get(at.id, 0)
+        lends = lender is not None and lender.pool == at.pool and gained >= LEAST_LENT
+        return second._replace(prefill=at, source=lender if lends else None)
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
         """The decode policy's view, with the prefill engine that was chosen."""

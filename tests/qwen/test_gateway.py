@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from gateway.config import Config, ModelConfig
+from gateway.config import Config, ModelConfig, WorkerConfig
 from gateway.templates import Template
 from kv_index.index import Rung
 from tests.gateway.conftest import Begin, StartEngine, engine as engine, gateway as gateway
 from tests.gateway.talk import Raw, request, until
+from tests.gateway.test_admin import call
 from tests.qwen import Files
 from tests.qwen.session import MODEL, REQUESTS, body, generated
 
@@ -66,3 +67,46 @@ async def test_engine_and_gateway_tell_the_session_s_figures(
     assert told == figures
     assert list(zip([prompt for prompt, _ in told], believed, strict=True)) == figures
     assert not running.metrics.token_fallbacks.values
+
+
+PROMPTS_ONLY = [(506, 0), (773, 506), (898, 773), (824, 504)]
+"""What a prefill engine finds: the prompts before, and of the 580 tokens that could be had, 506."""
+HANDED_BACK = [(506, 0), (773, 580), (898, 880), (824, 504)]
+"""The same with the answers before, where the decode engine hands them back; the last shows no thinking any more."""
+DECODE = [0, 580, 880, 504]
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_a_prefill_engine_holds_prompts_and_a_decode_engine_answers_too(
+    gateway: Begin, engine: StartEngine, qwen: Files, back: bool
+) -> None:
+    options = {"models": [MODEL], "tokenizer": qwen.tokenizer, "template": qwen.template, "time_scale": 0}
+    first = await engine(role="prefill", block_size=1, bidirectional=back, **options)
+    second = await engine(role="decode", block_size=1, bidirectional=back, **options)
+
+    def configure(config: Config) -> None:
+        config.models[MODEL] = ModelConfig(tokenizer=qwen.tokenizer, template=qwen.template)
+        config.policies["sides"] = {"name": "disaggregated", "prefill": "prefix_hash"}
+        config.disaggregation.bidirectional = back
+
+    workers = WorkerConfig(first.url, role="prefill"), WorkerConfig(second.url, role="decode")
+    running = await gateway(*workers, policy="sides", change=configure)
+    template = Template.load(qwen.template)
+    told, believed, held = [], [], []
+    async with await Raw.connect(running.port) as client:
+        for number in REQUESTS:
+            text = generated(template, number) if number < len(REQUESTS) else "明天。"
+            said = body(number, max_tokens=200, sim={"reply": {"text": text}})
+            status, asked = await call(running, "POST", "/route", said, {"x-session-id": "one"})
+            assert status == 200, asked
+            (row,) = asked["candidates"]
+            held.append(sum(row["holding_tokens"].values()))
+            answer = await client.ask(request(said, "X-Session-Id: one"))
+            usage = answer.json()["usage"]
+            told.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+            believed.append(int(answer.one("x-warmroute-predicted-cached-tokens")))
+    figures = HANDED_BACK if back else PROMPTS_ONLY
+    assert held == DECODE
+    assert list(zip([prompt for prompt, _ in told], believed, strict=True)) == figures
+    assert told == figures
+    assert second.stats()["computed_tokens"] == 0
