@@ -445,6 +445,12 @@ class Gateway:
     def _calibrate(self, exchange: Exchange, target: Target, usage: Usage | None) -> None:
         """Learn from a first event that nothing else delayed."""
         seconds = exchange.first_at - exchange.sent_at
+        brought = exchange.ask.request.fetched.get(target.id)
+        if brought:
+            held = brought if usage is None or usage.cached is None else usage.cached
+            rest = target.rates.prefill(max(0, (exchange.ask.request.tokens or held) - held), held)
+            target.calibration.moved(brought, max(1e-4, seconds - rest))
+            return
         back = exchange.ask.request.restored.get(target.id)
         if back is not None:
             if usage is not None and usage.prompt is not None and usage.cached is not None:

@@ -338,8 +338,10 @@ class Exchange:
         else:
             self.relay = self.early
         self.relay.unasked = self.injected and self.events
-        if self.legs is not None and self.legs.tells_ids and self.events:
-            self.relay.tail, self.relay.unasked = Tape(), True
+        if self.legs is not None and self.legs.hides and self.events:
+            self.relay.unasked = True
+            if self.legs.tells_ids:
+                self.relay.tail = Tape()
         self.fields = []
         if self.charge is not None and not self.events:
             self.first_at = self.last_at
@@ -379,8 +381,9 @@ class Exchange:
     def _peek(self, data: bytes) -> None:
         """Hold a stream until its first event shows whether the engine has begun."""
         self.held += data
-        # Of a pair the decode engine opens its stream before it has the KV.
-        event = first_event(self.held, self.dialect.opens if self.legs is not None else None)
+        # An engine that gets KV from another opens its stream before it has it.
+        brought = self.legs is not None or bool(self.ask.request.fetched)
+        event = first_event(self.held, self.dialect.opens if brought else None)
         if event is None and len(self.held) <= self.gateway.limits_out.held:
             return
         failure = self.dialect.failure(event) if event is not None else None
@@ -624,6 +627,10 @@ class Exchange:
         if guilty is not None:
             self.tried.add(guilty.id)
             return guilty
+        if legs.pair.lent is not None and by is legs.prefill:
+            # What it was to fetch cannot be had, and is not asked for again: it may well compute the prompt.
+            self.ask.request.lent = 0
+            return None
         # It failed between the two. With another decode engine the prompt need not be computed again, and what comes of that
         # tells whose fault it was; where there is none, it is done without the prefill engine.
         partner = gateway.routing.other(self.ask, legs.prefill, {*self.tried, legs.decode.id}, now)
@@ -688,7 +695,10 @@ class Exchange:
         if self.target is None or self.target.worker is not worker:
             return
         if self.legs is not None and self.legs.before_decode:
-            # It has no part in it yet: what the other computes goes to somebody else then.
+            if self.legs.pair.lent is not None:
+                # The other waits for what it was to hand back.
+                self.prefill_failed(Stalled("the worker that was to hand KV back went down"))
+            # Else it has no part in it yet: what the other computes goes to somebody else then.
             return
         if self.phase in UNANSWERED or (self.phase == RELAYING and self.last_at < silent):
             self._drop_connection()

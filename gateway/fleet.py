@@ -129,7 +129,6 @@ class Fleet:
         """The engine's process is a new one: its cache is empty, its connections are gone."""
         for target in worker.targets:
             target.epoch += 1
-            target.failed_pairs = 0
             target.forgive(target.calibration, self.clock(), always=True)
             self.forget(target.id)
         worker.pool.close_idle()

@@ -242,20 +242,25 @@ class Legs:
     @property
     def rewrites(self) -> bool:
         """The client's answer is not the decode engine's as it stands."""
-        return self.tells_ids or self.merges
+        return self.hides or self.merges
+
+    @property
+    def hides(self) -> bool:
+        """The decode engine's answer may hold what is not for clients: where its KV is, token ids that only we asked for."""
+        return self.protocol.answers_params
 
     def rewritten(self, answer: bytes) -> bytes:
         """The client's answer, of the decode engine's whole one."""
         if self.merges:
             return merged(answer, self.first)
         self.whole = answer
-        return hidden(answer, not self.wants_ids)
+        return hidden(answer, self.tells_ids and not self.wants_ids)
 
     def relay(self) -> Callable[..., Relay]:
         """Makes what passes the decode engine's events on."""
         if self.merges:
             return self._merged
-        return self._hiding if self.tells_ids else Relay
+        return self._hiding if self.hides else Relay
 
     def _merged(self, *told: Any, **options: Any) -> Relay:
         made = Merged(*told, **options)
@@ -264,7 +269,7 @@ class Legs:
 
     def _hiding(self, *told: Any, **options: Any) -> Relay:
         made = Hiding(*told, **options)
-        made.ids, made.usage = not self.wants_ids, self.exchange.injected
+        made.ids, made.usage = self.tells_ids and not self.wants_ids, self.exchange.injected
         return made
 
     @property

@@ -205,6 +205,8 @@ class Pairs:
         """Whether it may have been either; ``named``: an error tells of the other."""
         if not isinstance(fault, ServerError | Stalled):
             return False
+        if by is legs.prefill and legs.pair.lent is not None:
+            return True
         if legs.sequential:
             # The prefill engine has done its part, as it said. Engines begin to answer a stream before they have the KV: one
             # that did not even begin is silent for reasons of its own.

@@ -186,13 +186,13 @@ class Probe:
         """Ask a prefill engine's bootstrap server which process it is, where the protocol names that."""
         if worker.protocol != "mooncake" or worker.role is not Role.PREFILL:
             return
-        worker.engine_ids = []
         assert self._session is not None
         host, port = worker.bootstrap or (worker.host, mooncake.PORT)
         name = f"[{host}]" if ":" in host else host
         try:
             async with self._session.get(f"http://{name}:{port}/query", timeout=BRIEF) as response:
-                worker.engine_ids = mooncake.engine_ids(await response.content.read(LARGEST)) or []
+                # Until there are others, those that are known are the best guess.
+                worker.engine_ids = mooncake.engine_ids(await response.content.read(LARGEST)) or worker.engine_ids
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             log.debug("the bootstrap server of %s did not answer: %s", worker.id, error)
 

@@ -411,7 +411,7 @@ class Routing:
                     "terms": None
                     if row.terms is None
                     else {name: round(value * 1e3, 3) for name, value in row.terms._asdict().items()},
-                    "holding_tokens": _by_tier(row.holding, ask.request.restored.get(row.target.id)),
+                    "holding_tokens": _by_tier(ask.request, row.target.id, row.holding),
                     "running": row.target.running,
                     "homes": row.target.homes,
                 }
@@ -438,15 +438,20 @@ def _stage(ask: Ask, row: Candidate) -> dict[str, object]:
     if first is None:
         return {"prefill": None, "prefill_holding_tokens": None}
     request = ask.request
-    held = _by_tier(request.holdings.get(first.id, 0), request.restored.get(first.id))
+    held = _by_tier(request, first.id, request.holdings.get(first.id, 0))
     return {"prefill": first.name, "prefill_holding_tokens": held}
 
 
-def _by_tier(tokens: int, restored: tuple[int, int, int] | None) -> dict[str, int]:
-    if restored is None:
-        return {"device": tokens}
-    host, disk, shared = restored
-    return {"device": max(0, tokens - sum(restored)), "host": host, "disk": disk, "shared": shared}
+def _by_tier(request: Request, target: int, tokens: int) -> dict[str, int]:
+    """Where what a target can use of the prompt is now."""
+    told = request.restored.get(target)
+    peer = request.fetched.get(target, 0)
+    found = {"device": max(0, tokens - peer - sum(told or ()))}
+    if told is not None:
+        found["host"], found["disk"], found["shared"] = told
+    if peer:
+        found["peer"] = peer
+    return found
 
 
 def draw_of(request_id: bytes) -> int:

@@ -15,7 +15,7 @@ the decode engine, and a long new text for a prefill engine. No number of tokens
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, lcm
 from typing import Any, NamedTuple
 
 from policies.base import (
@@ -58,8 +58,8 @@ class Disaggregated:
     ``disturbance``: what a second counts by which a prefill on a decode engine delays each answer there, against a second of
     the request's own. The more, the steadier are answers, and the later they begin.
 
-    ``prefill`` and ``decode``: policies, by name or as a mapping, that choose each side by themselves; then every request
-    takes a pair.
+    ``prefill``, ``decode``: policies, by name or as a mapping, that choose each side by themselves: ``decode`` who generates,
+    ``prefill`` who computes the prompt for it if it is a decode engine.
     """
 
     name = "disaggregated"
@@ -273,7 +273,7 @@ def _lender(request: Request, fleet: Fleet) -> Target | None:
 
 
 class Sides:
-    """Two policies that choose a prefill and a decode engine without regard to each other; every request takes a pair.
+    """Two policies that choose who generates, and who computes the prompt for a decode engine, without regard to each other.
 
     It is what policies that price nothing are in a disaggregated fleet.
     """
@@ -286,9 +286,9 @@ class Sides:
         self.needs_session = prefill.needs_session or decode.needs_session
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:
-        """A pair of one pool; one target where the fleet has no such pair."""
-        first, able = self._first(request, fleet, now)
-        second = self.decode.choose(_second(request, fleet, first), able, now)
+        """Who generates, and for a decode engine a prefill engine of its pool, if there is one."""
+        second = self.decode.choose(request, fleet, now)
+        first = self._first(request, fleet, second.target, now)
         if first is None:
             return second
         lender, at = _lender(request, fleet), first.target
@@ -297,35 +297,32 @@ class Sides:
         return second._replace(prefill=at, source=lender if lends else None)
 
     def explain(self, request: Request, fleet: Fleet, now: float) -> list[Candidate]:
-        """The decode policy's view, with the prefill engine that was chosen."""
-        first, able = self._first(request, fleet, now)
-        rows = self.decode.explain(_second(request, fleet, first), able, now)
-        return rows if first is None else [row._replace(prefill=first.target) for row in rows]
+        """The decode policy's view, each with the prefill engine that it would have."""
+        rows = self.decode.explain(request, fleet, now)
+        pools: dict[str, Choice | None] = {}
+        found = []
+        for row in rows:
+            if row.target.role is Role.DECODE and row.target.pool not in pools:
+                pools[row.target.pool] = self._first(request, fleet, row.target, now)
+            first = pools.get(row.target.pool) if row.target.role is Role.DECODE else None
+            found.append(row if first is None else row._replace(prefill=first.target))
+        return found
 
-    def _first(self, request: Request, fleet: Fleet, now: float) -> tuple[Choice | None, Fleet]:
-        if fleet.prefill is None:
-            return None, fleet
-        pools = {target.pool for target in fleet.targets if target.role is Role.DECODE}
-        home = _lender(request, fleet)
-        if self.decode.needs_session and home is not None and home.role is Role.DECODE:
-            # A session does not leave its home because a partner elsewhere was free.
-            pools = {home.pool} if _within(fleet.prefill.targets, {home.pool}) else pools
-        first = _within(fleet.prefill.targets, pools)
-        if first is None:
-            return None, fleet
-        choice = self.prefill.choose(_asked_of_prefill(request), first, now)
-        decoders = [target for target in fleet.targets if target.role is Role.DECODE]
-        second = _within(decoders, {choice.target.pool})
-        assert second is not None, "its pool was asked for"
-        return choice, second
+    def _first(self, request: Request, fleet: Fleet, decode: Target, now: float) -> Choice | None:
+        """Who computes the prompt for ``decode``, if not itself."""
+        if fleet.prefill is None or decode.role is not Role.DECODE:
+            return None
+        able = _within(fleet.prefill.targets, {decode.pool})
+        if able is None:
+            return None
+        return self.prefill.choose(_turned(request, len(fleet.targets), len(able.targets)), able, now)
 
 
-def _second(request: Request, fleet: Fleet, first: Choice | None) -> Request:
-    """``request`` as the decode policy sees it: what turns and what is drawn must not go with the first side's."""
-    if first is None or fleet.prefill is None:
-        return request
-    turn_, draw = request.ordinal // len(fleet.prefill.targets), request.draw
-    return replace(request, ordinal=turn_, draw=(draw >> 32 | draw << 32) & (1 << 64) - 1)
+def _turned(request: Request, generating: int, computing: int) -> Request:
+    """``request`` as the second policy sees it: turns and draws go with the other side's no longer than until all of both had
+    their turn, so that each of one side meets each of the other."""
+    turns, draw = request.ordinal + request.ordinal // lcm(generating, computing), request.draw
+    return replace(_asked_of_prefill(request), ordinal=turns, draw=(draw >> 32 | draw << 32) & (1 << 64) - 1)
 
 
 def _within(targets: Sequence[Target], pools: set[str]) -> Fleet | None:

@@ -70,6 +70,9 @@ class Protocol(Typed):
     tells_cached: bool
     """Whether the decode engine reports the prefill engine's cached tokens; else it may report what was handed over as such."""
 
+    answers_params: bool
+    """Whether the decode engine's answer may tell where its KV can be fetched."""
+
     def takes(self, kind: str, body: bytes) -> bool:
         """Whether a request of that route and body can be split."""
         ...

@@ -39,6 +39,7 @@ class Mooncake:
     name = "mooncake"
     lease: float | None = None
     tells_cached = False
+    answers_params = False
 
     def takes(self, kind: str, body: bytes) -> bool:
         """One prompt with one answer, for one transfer id."""

@@ -106,14 +106,15 @@ def offered(answer: bytes, streamed: bool) -> tuple[int, bytes, bytes] | None:
     return (offer.remote_num_tokens, params, said) if offer.do_remote_decode else None
 
 
-_PARAMS = re.compile(rb',\s*"kv_transfer_params"\s*:\s*(?:null|\{[^{}]*\})')
+_PARAMS = re.compile(rb',\s*"kv_transfer_params"\s*:\s*\{[^{}]*\}')
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[\d,\s]*\])')
 
 
 def hidden(answer: bytes, ids: bool) -> bytes:
     """An answer, or events of one, without parameters, and without token ids if ``ids``. In text neither can stand: quotes
     are escaped there."""
-    answer = _PARAMS.sub(b"", answer)
+    if b'"kv_transfer_params":{' in answer or b'"kv_transfer_params": {' in answer:
+        answer = _PARAMS.sub(b"", answer)
     return _IDS.sub(b"", answer) if ids else answer
 
 
@@ -123,6 +124,7 @@ class Nixl:
     name = "nixl"
     lease: float | None = 25.0
     tells_cached = True
+    answers_params = True
 
     def takes(self, kind: str, body: bytes) -> bool:
         """One prompt with one answer: the parameters name the blocks of one request, and may be used once. What is asked of

@@ -34,6 +34,7 @@ class Bootstrap:
     name = "sglang"
     lease: float | None = None
     tells_cached = True
+    answers_params = False
 
     def takes(self, kind: str, body: bytes) -> bool:
         """Everything that generates."""

@@ -12,6 +12,7 @@ class Shared:
     name = "shared"
     lease: float | None = None
     tells_cached = False
+    answers_params = False
 
     def takes(self, kind: str, body: bytes) -> bool:
         """Whatever can be asked for a single token: engines find KV by its content, however many prompts there are."""
@@ -24,7 +25,7 @@ class Shared:
 
     def blames(self, message: str) -> Role | None:
         """What is not in the store is computed: errors are the decode engine's own."""
-        return None
+        return Role.DECODE
 
     def abort(self, pair: Pair) -> tuple[str, bytes] | None:
         """A closed connection is an abort."""

@@ -32,6 +32,7 @@ class TensorRT:
     name = "tensorrt_llm"
     lease: float | None = None
     tells_cached = False
+    answers_params = False
 
     def takes(self, kind: str, body: bytes) -> bool:
         """One prompt with one answer of more than a token."""

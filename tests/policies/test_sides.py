@@ -50,7 +50,8 @@ def test_every_policy_takes_pairs_of_one_pool_and_changes_nothing(name: str, cas
     elif choice.target.role is Role.DECODE and choice.target.pool in shared:
         assert choice.target.whole
     if name not in PRICED:
-        assert (choice.prefill is not None) is bool(shared), "a pair wherever there is one"
+        split = choice.target.role is Role.DECODE and choice.target.pool in shared
+        assert (choice.prefill is not None) is split, "a pair wherever there is one"
 
 
 @every_policy
@@ -89,11 +90,17 @@ def test_cache_aware_keeps_its_options() -> None:
 
 @given(st.integers(0, 10_000))
 def test_round_robin_turns_on_either_side(ordinal: int) -> None:
-    # So that each of one side meets each of the other, the second turns when the first is round.
+    # So that each of one side meets each of the other, one side skips a turn when both are round.
     assert ids(paired(load("round_robin")).choose(Request(ordinal=ordinal), pairs(3, 2), 0.0)) == (
-        ordinal // 2 % 3,
-        100 + ordinal % 2,
+        ordinal % 3,
+        100 + (ordinal + ordinal // 6) % 2,
     )
+
+
+def test_in_turns_each_of_one_side_meets_each_of_the_other() -> None:
+    policy, targets = paired(load("round_robin")), pairs(2, 2)
+    seen = Counter(ids(policy.choose(Request(ordinal=ordinal), targets, 0.0)) for ordinal in range(40))
+    assert seen == {(0, 100): 10, (0, 101): 10, (1, 100): 10, (1, 101): 10}
 
 
 @pytest.mark.parametrize("name", ["round_robin", "random", "power_of_two"])
@@ -133,11 +140,12 @@ def test_either_side_is_used_evenly(name: str) -> None:
 
 
 def test_least_load_takes_the_least_of_each_side() -> None:
-    targets = split(
-        [decoder(0, running=4), decoder(1, running=3), target(50)],
-        [prefiller(100, running=9), prefiller(101, running=8), prefiller(102, pool="b")],
-    )
-    assert ids(paired(load("least_load")).choose(Request(draw=5), targets, 0.0)) == (1, 101)
+    prefill = [prefiller(100, running=9), prefiller(101, running=8), prefiller(102, pool="b")]
+    decode = [decoder(0, running=4), decoder(1, running=3)]
+    policy = paired(load("least_load"))
+    busy, idle = target(50, running=9), target(50)
+    assert ids(policy.choose(Request(draw=5), split([*decode, busy], prefill), 0.0)) == (1, 101)
+    assert ids(policy.choose(Request(draw=5), split([*decode, idle], prefill), 0.0)) == (50, None), "it needs no pair"
 
 
 def test_prefix_hash_sends_one_start_to_one_pair() -> None:
@@ -162,8 +170,8 @@ def test_a_session_keeps_home_and_partner() -> None:
 
 def test_the_pool_of_the_prefill_engine_is_that_of_the_decode_engine() -> None:
     targets = split(
-        [decoder(0, pool="b", running=90), decoder(1, running=1)],
-        [prefiller(100, running=5), prefiller(101, pool="b"), prefiller(102, pool="c")],
+        [decoder(0, pool="b", running=1), decoder(1, running=90)],
+        [prefiller(100), prefiller(101, pool="b", running=5), prefiller(102, pool="c")],
     )
     assert ids(paired(load("least_load")).choose(Request(draw=5), targets, 0.0)) == (0, 101)
     only_whole = split([target(50), target(51)], [prefiller(100)])
