@@ -41,7 +41,7 @@ from gateway.http.sse import events, first_event
 from gateway.http.upstream import Outbound
 from gateway.leg import LARGEST
 from gateway.legs import Handed, Legs, stalled
-from gateway.retold import Tape
+from gateway.retold import Hiding, Tape
 from gateway.workers import Charge, State, Target, Worker
 from policies.base import Choice
 
@@ -316,11 +316,11 @@ class Exchange:
         self.events = kind.startswith(b"text/event-stream") and status < 300 and status != 204
         if self.events and self.incoming.method != b"HEAD":
             self.phase = PEEKING
-        elif self.legs is not None and self.legs.rewrites and status < 300:
-            self.phase = MERGING
         elif self.early is not None:
             # The client has the head of a stream already: this can only be told as an event.
             self.phase = REFUSED
+        elif self.legs is not None and self.legs.rewrites and status < 300:
+            self.phase = MERGING
         else:
             self._begin_answer(length)
             if self.incoming.method == b"HEAD" and self.connection is not None:
@@ -338,9 +338,9 @@ class Exchange:
         else:
             self.relay = self.early
         self.relay.unasked = self.injected and self.events
-        if self.legs is not None and self.legs.hides and self.events:
+        if isinstance(self.relay, Hiding):
             self.relay.unasked = True
-            if self.legs.tells_ids:
+            if self.legs is not None and self.legs.tells_ids:
                 self.relay.tail = Tape()
         self.fields = []
         if self.charge is not None and not self.events:

@@ -188,7 +188,7 @@ class Legs:
             return
         if not self.sequential:
             if self.merges:
-                self.first = prompt_logprobs(body, exchange.reading.stream)
+                self.first.update(prompt_logprobs(body, exchange.reading.stream))
                 exchange.prefill_answered()
             return
         self.answer = body

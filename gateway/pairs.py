@@ -70,7 +70,9 @@ class Pairs:
         prefill, decode = choice.prefill, choice.target
         assert isinstance(prefill, Target)
         assert isinstance(decode, Target)
-        protocol = self.protocols[prefill.worker.protocol or ""]
+        protocol = self.protocols.get(prefill.worker.protocol or "")
+        if protocol is None:
+            raise ServerError("how the prefill worker hands over KV is not known")
         ask = exchange.ask
         tokens = ask.request.tokens or 0
         held = ask.request.holdings.get(decode.id, 0)

@@ -1,5 +1,4 @@
-"""A prefill engine dies before its KV is fetched, twice; the decode engine is blamed for the second time, and the client is
-told of an error although the decode engine could have served it."""
+"""A prefill engine that dies twice before its KV is fetched is not the decode engine's fault, which then serves alone."""
 
 from __future__ import annotations
 
