@@ -325,7 +325,7 @@ class Gateway:
         worker = self.fleet.workers.get(worker_id)
         for target in worker.targets if worker is not None else ():
             if target.id not in tried and self.fleet.usable(target, now):
-                return Choice(target, "pinned")
+                return Choice(target, "pinned", prefill=self.routing.partner_of(target, ask, tried, now))
         raise NoWorker(f"the worker that holds {previous!r} is gone or cannot be used now: its state cannot be reached")
 
     def body_for(self, exchange: Exchange, target: Target) -> bytes:

@@ -68,6 +68,7 @@ class Ask:
         "new_session",
         "page",
         "pages",
+        "partnered",
         "pin",
         "policy",
         "predicted",
@@ -138,6 +139,8 @@ class Ask:
         self.committed = 0.0
         self.takes: Callable[[str], bool] | None = None
         """Whether a pool's protocol can split this request; ``None``: nobody can."""
+        self.partnered: tuple[int | None, int] | None = None
+        """The session's prefill target before, and the one that this request bound it to."""
         self.second: tuple[Node, int] | None = None
         """The pin of the target that computes the prompt for another."""
         self.asked = False

@@ -70,6 +70,11 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
                 "sessions.headers", f"{header!r} cannot name a session: it tells a credential, an address or a request"
             )
     _check_disaggregation(config.disaggregation, wrong)
+    if config.disaggregation.bidirectional and not any(model.tokenizer for model in config.models.values()):
+        wrong(
+            "disaggregation.bidirectional",
+            "needs token mode, or nothing is ever handed back: give models.<name>.tokenizer and .template",
+        )
     if config.recording is not None:
         _check_recording(config.recording, wrong)
     for path in config.passthrough:

@@ -26,7 +26,6 @@ from gateway.errors import (
     Fault,
     GatewayFault,
     Internal,
-    Malformed,
     NoWorker,
     Reset,
     ServerError,
@@ -39,7 +38,6 @@ from gateway.http.relay import Relay
 from gateway.http.server import Inbound
 from gateway.http.sse import events, first_event
 from gateway.http.upstream import Outbound
-from gateway.leg import LARGEST
 from gateway.legs import Handed, Legs, stalled
 from gateway.retold import Hiding, Tape
 from gateway.workers import Charge, State, Target, Worker
@@ -56,6 +54,9 @@ SILENT = 5.0
 """Seconds without a byte after which a stream of a worker that is down is given up."""
 STALE = 2.0
 """Seconds after sending within which a reused connection that ends was closed before the worker saw the request."""
+
+MERGED = 4 * 1024 * 1024
+"""Bytes of an answer that are held to be changed as a whole."""
 
 UNANSWERED = frozenset((WAITING, PEEKING, MERGING, REFUSED))
 """Phases in which a worker's failure is an attempt's."""
@@ -213,7 +214,7 @@ class Exchange:
         self.sent_at = now
         self.phase = WAITING
         self.deadline = now + gateway.limits_out.first_byte_seconds
-        self.fields, self.status = [], 0
+        self.fields, self.status, self.first_at = [], 0, 0.0
         if not paired:
             self.open()
             return
@@ -230,6 +231,9 @@ class Exchange:
         assert target is not None
         if self.legs is not None:
             self.deadline = self.gateway.clock() + self.gateway.limits_out.first_byte_seconds
+            if self.charge is not None and not self.reading.stream:
+                # Nothing will tell when it begins to generate.
+                self.gateway.fleet.first_byte(self.charge)
         connection = target.worker.pool.take()
         if connection is not None:
             self._send(connection)
@@ -333,10 +337,17 @@ class Exchange:
         self.body = self.incoming.body = b""
         self.client.body_gone()
         self.gateway.begun(self)
+        if self.legs is not None:
+            self.legs.begun()
         if self.early is None:
             self.relay = self._make_relay(self.status, self.fields, length, self.events)
-        else:
+        elif self.legs is None and type(self.early) is Relay:
             self.relay = self.early
+        else:
+            # Comments were sent for another attempt, whose answer would have been passed on otherwise.
+            self.relay = self._make_relay(self.status, self.fields, length, self.events)
+            self.relay.follow(self.early)
+            self.early = self.relay
         self.relay.unasked = self.injected and self.events
         if isinstance(self.relay, Hiding):
             self.relay.unasked = True
@@ -368,11 +379,10 @@ class Exchange:
             self._peek(data)
         elif self.phase == MERGING:
             self.held += data
-            if len(self.held) > LARGEST:
-                self._drop_connection()
-                self._failed(
-                    Malformed("the worker's answer is too large to be put together with its prompt's logprobs")
-                )
+            if len(self.held) > MERGED:
+                # Too much to be kept for that: it is passed on as it is.
+                held, self.held = self.held, b""
+                self._begin_answer(wire.content_of(self.fields)[1]).data(held)
         elif self.phase == REFUSED:
             self.bytes_in += len(data)
             if self.bytes_in <= self.gateway.limits_out.error_body:
@@ -397,9 +407,10 @@ class Exchange:
             self._drop_connection()
             self._failed(fault)
             return
-        self.first_at = self.last_at
-        if self.charge is not None:
-            self.gateway.first_event(self, self.charge)
+        if not self.first_at:
+            self.first_at = self.last_at
+            if self.charge is not None:
+                self.gateway.first_event(self, self.charge)
         if self.legs is not None and self.legs.merges and self.legs.waits:
             # What it lacks comes from the prefill engine, which is about to end; see `prefill_answered`.
             if self.connection is not None:
@@ -414,6 +425,9 @@ class Exchange:
             if self.connection is not None and not self.paused:
                 self.connection.ready()
             self._peek(b"")
+            if self.relay is not None and self.connection is None:
+                self.relay.finish()
+                self._complete()
         elif self.phase == MERGING and self.connection is None:
             self._merge()
 
@@ -437,7 +451,8 @@ class Exchange:
         if self.phase == REFUSED:
             self._refused()
         elif self.phase == PEEKING:
-            self._failed(ServerError("the worker ended its stream before the first event"))
+            if not (self.first_at and self.legs is not None and self.legs.merges and self.legs.waits):
+                self._failed(ServerError("the worker ended its stream before the first event"))
         elif self.phase == MERGING:
             if self.legs is None or not (self.legs.merges and self.legs.waits):
                 self._merge()
@@ -476,7 +491,8 @@ class Exchange:
         connection, self.connection = self.connection, None
         stale = connection is not None and not connection.fresh and not connection.answered
         soon = self.gateway.clock() - self.sent_at < STALE
-        if self.phase == WAITING and stale and soon and not self.resent:
+        once = self.legs is not None and self.legs.sequential
+        if self.phase == WAITING and stale and soon and not self.resent and not once:
             # Closed by the worker while idle, before it saw our request: that is no attempt.
             self.resent = True
             assert self.target is not None
@@ -540,6 +556,7 @@ class Exchange:
         # An error answer that broke off is none to pass on.
         refused = phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
         self._withdraw()
+        self.ask.request.fetched = {}
         if legs is None:
             self.tried.add(target.id)
         if self.attempts < gateway.attempts and gateway.may_retry(self.ask, self.tried, fault):
@@ -640,7 +657,10 @@ class Exchange:
     def prefill_refused(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
         """The prefill engine answered with an error: that is the answer, unless another pair does better."""
         legs = self.legs
-        if legs is None or self.phase not in UNANSWERED:
+        if legs is None:
+            return
+        if self.phase not in UNANSWERED:
+            legs.release()
             return
         self._drop_connection()
         self.phase, self.status, self.fields = REFUSED, status, fields
@@ -661,6 +681,7 @@ class Exchange:
             return
         if self.phase not in UNANSWERED:
             # The decode engine has what it needs, or fails by itself.
+            legs.release()
             return
         self._drop_connection()
         self.held, self.bytes_in = b"", 0

@@ -91,7 +91,11 @@ class Leg:
             connection.close()
             self._fail(Reset("the worker went down"))
         else:
-            self._send(connection)
+            try:
+                self._send(connection)
+            except Exception:
+                self.legs.exchange.gateway.defect("sending a prompt to a prefill worker")
+                self._fail(Internal("the gateway failed; its log says why"))
 
     def _send(self, connection: Outbound) -> None:
         exchange = self.legs.exchange
@@ -109,6 +113,9 @@ class Leg:
             self.target.rank if len(worker.targets) > 1 else None,
         )
         connection.request(self, head, self.body)
+        if not exchange.counted:
+            exchange.counted = True
+            exchange.gateway.sent(exchange)
 
     # -- Receiver ---------------------------------------------------------------------------------------------------
 
@@ -134,9 +141,10 @@ class Leg:
         if self.over:
             return
         self.over = True
-        body = b"".join(self.pieces)
+        # Of an answer too large to be kept nothing is learned.
+        body = b"".join(self.pieces) if self.size <= LARGEST else b""
         self.pieces = []
-        if self.size > LARGEST:
+        if self.size > LARGEST and self.legs.sequential:
             self.legs.prefill_failed(Malformed("the prefill worker's answer is too large"))
         elif self.status >= 400:
             self.legs.prefill_refused(self.status, self.fields, body)
@@ -151,7 +159,8 @@ class Leg:
         connection, self.connection = self.connection, None
         gateway = self.legs.exchange.gateway
         stale = connection is not None and not connection.fresh and not connection.answered
-        if stale and not self.resent and not self.over and gateway.clock() - self.sent_at < STALE:
+        once = self.legs.pair.lent is not None
+        if stale and not once and not self.resent and not self.over and gateway.clock() - self.sent_at < STALE:
             self.resent = True
             gateway.metrics.resends.add((gateway.label(self.target),))
             self.task = gateway.loop.create_task(self._connect())

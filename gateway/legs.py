@@ -57,7 +57,9 @@ class Legs:
     """One attempt with a pair; see the module's head."""
 
     __slots__ = (
+        "aborting",
         "answer",
+        "before_decode",
         "charge",
         "context",
         "decode",
@@ -74,11 +76,13 @@ class Legs:
         "prefill",
         "protocol",
         "reads",
+        "reads_prompt",
         "sequential",
         "steps",
         "tells_ids",
         "until",
         "usage",
+        "wants_ids",
         "whole",
     )
 
@@ -139,6 +143,12 @@ class Legs:
             tells_ids,
         )
         self.steps: Steps = protocol.steps(self.pair)
+        self.wants_ids = tells_ids and wants(body, "return_token_ids")
+        """The client asked for token ids itself."""
+        self.before_decode = False
+        """The decode engine was not even asked yet."""
+        self.aborting = protocol.abort(self.pair)
+        self.reads_prompt = wants_logprobs(self.pair)
 
     def begin(self, tokens: int) -> None:
         """Charge both and send the first step. Raises `Fault`."""
@@ -152,15 +162,16 @@ class Legs:
         for send in sends:
             if send.role is Role.DECODE:
                 self.decode_body = send.body
+                self.before_decode = False
                 self.exchange.open()
                 continue
             if alone:
-                self.sequential = True
+                self.sequential = self.before_decode = True
                 if self.answer is not None:
                     self._next(self.answer)
                     return
             else:
-                self.reads = wants_logprobs(self.pair)
+                self.reads = self.reads_prompt
             self.leg = Leg(self, self.prefill, self.charge, send.body)
             self.exchange.deadline = (
                 inf
@@ -193,7 +204,7 @@ class Legs:
             return
         self.answer = body
         if self.protocol.lease is not None:
-            self.until = gateway.clock() + min(self.protocol.lease, gateway.pairs.lease)
+            self.until = gateway.clock() + gateway.pairs.lease
         try:
             self._next(body)
         except Fault as fault:
@@ -213,9 +224,13 @@ class Legs:
                 return failure[0], payload(event)[1]
         return None
 
+    def begun(self) -> None:
+        """The answer begins: nothing is sent again, and a long stream does not keep its prompt in memory."""
+        self.pair.body = self.decode_body = b""
+        self.answer = None
+
     def prefill_refused(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
         """It answered with an error."""
-        self.release()
         exchange = self.exchange
         if self.ended:
             exchange.gateway.pairs.lingering.discard(self)
@@ -228,7 +243,6 @@ class Legs:
 
     def prefill_failed(self, fault: Fault) -> None:
         """It will not answer."""
-        self.release()
         if self.ended:
             self.exchange.gateway.pairs.lingering.discard(self)
             return
@@ -273,19 +287,9 @@ class Legs:
         return made
 
     @property
-    def wants_ids(self) -> bool:
-        """The client asked for token ids itself."""
-        return wants(self.pair.body, "return_token_ids")
-
-    @property
     def waits(self) -> bool:
         """The prefill engine has not answered yet."""
         return self.leg is not None and not self.leg.over
-
-    @property
-    def before_decode(self) -> bool:
-        """The decode engine was not even asked yet."""
-        return self.sequential and not self.decode_body
 
     def overdue(self, now: float) -> bool:
         """The prefill engine did not answer in time."""
@@ -330,12 +334,13 @@ class Legs:
         self.release()
         if leg is not None:
             leg.close()
-        told = self.protocol.abort(self.pair)
-        if told is not None:
+        if self.aborting is not None:
+            keyed = gateway.tenants.keyed
+            own = b"" if keyed else self.exchange.incoming.named.get(b"authorization", b"")
             if running:
-                gateway.pairs.notify(self.prefill.worker, *told)
+                gateway.pairs.notify(self.prefill.worker, *self.aborting, own)
             if self.decode_sent:
-                gateway.pairs.notify(self.decode.worker, *told)
+                gateway.pairs.notify(self.decode.worker, *self.aborting, own)
 
     def give_up(self, now: float) -> bool:
         """Of one that lingers: whether it is over."""

@@ -43,14 +43,18 @@ class _Answer:
         """It is a few bytes."""
 
 
-async def post(worker: Worker, path: str, body: bytes) -> int | None:
-    """POST ``body`` (JSON) to ``path``; the status, or ``None`` if there was no answer in time. Raises nothing."""
+async def post(worker: Worker, path: str, body: bytes, credential: bytes = b"") -> int | None:
+    """POST ``body`` (JSON) to ``path``; the status, or ``None`` if there was no answer in time. Raises nothing.
+
+    ``credential``: the client's, for workers that have none of ours.
+    """
     key = worker.spec.api_key
+    credential = credential if key is None else b"Bearer " + key.encode()
     head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n" % (
         worker.base,
         path.encode(),
         worker.authority.encode(),
-        b"" if key is None else b"authorization: Bearer %b\r\n" % key.encode(),
+        b"authorization: %b\r\n" % credential if credential else b"",
         len(body),
     )
     connection: Outbound | None = None
@@ -64,6 +68,9 @@ async def post(worker: Worker, path: str, body: bytes) -> int | None:
             return status or None
     except (TimeoutError, WorkerFault, GatewayFault) as problem:
         log.debug("%s was not told at %s: %s", worker.id, path, problem)
+        return None
+    except Exception:
+        log.exception("telling %s at %s failed", worker.id, path)
         return None
     finally:
         if connection is not None:

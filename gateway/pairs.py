@@ -21,7 +21,7 @@ from gateway.disagg.nixl import offered, read
 from gateway.errors import Fault, ServerError, Stalled, WorkerFault
 from gateway.legs import Handed, Legs
 from gateway.notice import post
-from gateway.workers import Target, Worker
+from gateway.workers import State, Target, Worker
 from policies.base import Choice, Role
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Pairs:
         Safe with any prompt: the peer is asked for blocks by their content.
         """
         home = self.gateway.fleet.targets.get(exchange.ask.request.home or 0)
-        if home is None or home.worker.spec.source is None:
+        if home is None or home.worker.spec.source is None or home.worker.state is not State.READY:
             return None
         host, port = home.worker.spec.source
         name = f"wr-{urandom(8).hex()}"
@@ -225,11 +225,11 @@ class Pairs:
             return None
         return prefill if prefill.failed_pairs > decode.failed_pairs else decode
 
-    def notify(self, worker: Worker, path: str, body: bytes) -> None:
+    def notify(self, worker: Worker, path: str, body: bytes, credential: bytes = b"") -> None:
         """Tell ``worker`` something that needs no answer; dropped when too much is on its way already."""
         if len(self._notices) >= NOTICES:
             return
-        task = self.gateway.loop.create_task(post(worker, path, body))
+        task = self.gateway.loop.create_task(post(worker, path, body, credential))
         self._notices.add(task)
         task.add_done_callback(self._notices.discard)
 

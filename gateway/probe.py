@@ -192,7 +192,12 @@ class Probe:
         try:
             async with self._session.get(f"http://{name}:{port}/query", timeout=BRIEF) as response:
                 # Until there are others, those that are known are the best guess.
-                worker.engine_ids = mooncake.engine_ids(await response.content.read(LARGEST)) or worker.engine_ids
+                told = b""
+                async for part in response.content.iter_chunked(65536):
+                    told += part
+                    if len(told) > LARGEST:
+                        break
+                worker.engine_ids = mooncake.engine_ids(told) or worker.engine_ids
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             log.debug("the bootstrap server of %s did not answer: %s", worker.id, error)
 

@@ -189,11 +189,14 @@ class Routing:
         """The candidates of a request that some pools can split, and others not."""
         takes, first = ask.takes, view.prefill
         assert first is not None
+        if takes is None:
+            # Nothing is generated: any of them will do.
+            return View(view.targets)
         pools = {target.pool: target for target in first.targets}
         able = set()
         for pool, target in pools.items():
             assert isinstance(target, Target)
-            if takes is not None and takes(target.worker.protocol or ""):
+            if takes(target.worker.protocol or ""):
                 able.add(pool)
         if able == pools.keys():
             return view
@@ -211,6 +214,19 @@ class Routing:
             return None
         choice = self._policy(ask, True).choose(ask.request, View(able, View([prefill])), now)
         return choice._replace(prefill=prefill, source=None)
+
+    def partner_of(self, target: Target, ask: Ask, tried: Collection[int], now: float) -> Target | None:
+        """Who computes prompts for ``target``, if it cannot by itself: the least busy. Raises `NoWorker`."""
+        if target.whole:
+            return None
+        view = self.fleet.view(ask.model.name if ask.model is not None else None, tried)
+        first = view.prefill.targets if view is not None and view.prefill is not None else ()
+        able = [each for each in first if each.pool == target.pool]
+        if not able:
+            raise NoWorker("no prefill worker can be used now", retry_after=1)
+        found = min(able, key=lambda each: (each.waits(now), each.id))
+        assert isinstance(found, Target)
+        return found
 
     def _policy(self, ask: Ask, staged: bool) -> Policy:
         """The request's policy; in a fleet of pairs what it does there."""
@@ -272,8 +288,10 @@ class Routing:
         session.running += 1
         if before is None or choice.moves_home:
             self.sessions.bind(session, target.id)
-        if choice.prefill is not None and (session.partner is None or not ask.request.siblings):
-            self.sessions.bind_partner(session, choice.prefill.id)
+        first = choice.prefill
+        if first is not None and first.id != session.partner and (session.partner is None or not ask.request.siblings):
+            ask.partnered = (session.partner, first.id)
+            self.sessions.bind_partner(session, first.id)
         if before == target.id:
             outcome = "hit"
         elif before is None:
@@ -285,7 +303,7 @@ class Routing:
     def begun(self, ask: Ask) -> None:
         """The answer begins: what was needed to choose again may go, and only what is learned at the end stays."""
         reading = ask.reading
-        reading.ids = reading.salt = None
+        reading.ids = reading.salt = ask.takes = None
         if ask.ids is not None and not ask.returns and (ask.model is None or ask.model.rule is None):
             ask.ids = b""
         prompt = ask.prompt
@@ -307,8 +325,9 @@ class Routing:
             self.sessions.unbind(session)
             if ask.request.home is not None:
                 self.sessions.bind(session, ask.request.home)
-        if session is not None and session.partner != ask.request.partner:
-            self.sessions.bind_partner(session, ask.request.partner)
+        bound, ask.partnered = ask.partnered, None
+        if session is not None and bound is not None and session.partner == bound[1]:
+            self.sessions.bind_partner(session, bound[0] if bound[0] in self.fleet.targets else None)
 
     # -- learning ---------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.fields import splice
 from gateway.disagg import Pair, Send, Steps, answers_to, prompts_in, several
-from gateway.errors import ServerError
-from gateway.http.sse import events, payload
+from gateway.errors import BadRequest, ServerError
+from gateway.http.sse import events, payload, spans
 from policies.base import Role
 
 ASKED = (
@@ -106,16 +106,35 @@ def offered(answer: bytes, streamed: bool) -> tuple[int, bytes, bytes] | None:
     return (offer.remote_num_tokens, params, said) if offer.do_remote_decode else None
 
 
-_PARAMS = re.compile(rb',\s*"kv_transfer_params"\s*:\s*\{[^{}]*\}')
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:null|\[[\d,\s]*\])')
+_PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*\{')
 
 
 def hidden(answer: bytes, ids: bool) -> bytes:
-    """An answer, or events of one, without parameters, and without token ids if ``ids``. In text neither can stand: quotes
-    are escaped there."""
-    if b'"kv_transfer_params":{' in answer or b'"kv_transfer_params": {' in answer:
-        answer = _PARAMS.sub(b"", answer)
+    """An answer, or whole events of one, without parameters, and without token ids if ``ids``. In text neither can stand:
+    quotes are escaped there."""
+    if b'"kv_transfer_params"' in answer and _PARAMS.search(answer):
+        answer = _without_params(answer)
     return _IDS.sub(b"", answer) if ids else answer
+
+
+def _without_params(answer: bytes) -> bytes:
+    if answer.lstrip().startswith(b"{"):
+        return _cut(answer)
+    parts, past = [], 0
+    for start, end, past in spans(answer):
+        event = answer[start:end]
+        body = payload(event)[1]
+        parts.append(b"data: " + _cut(body) if _PARAMS.search(event) and body.startswith(b"{") else event)
+        parts.append(answer[end:past])
+    return b"".join(parts) + answer[past:]
+
+
+def _cut(told: bytes) -> bytes:
+    try:
+        return splice(told, ("kv_transfer_params",))
+    except BadRequest:
+        return told
 
 
 class Nixl:

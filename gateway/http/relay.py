@@ -91,6 +91,10 @@ class Relay:
             self.head = b""
         self.client.send(framed)
 
+    def follow(self, early: "Relay") -> None:
+        """Go on where ``early`` left off, which has sent a head and nothing of the answer."""
+        self.head, self._chunked = early.head, early._chunked
+
     def shown(self, data: bytes) -> bytes:
         """What the client gets of whole events that hold what it did not ask for."""
         return without_usage(data) if USAGE.search(data) else data

@@ -141,6 +141,7 @@ def test_pairs_are_read() -> None:
     config = parse(
         """
 disaggregation: {protocol: nixl, lease: 20s, bidirectional: true, keep: 5m}
+models: {m: {tokenizer: engine}}
 workers:
   - {url: "http://a:1", role: prefill, bootstrap: "10.0.0.1:8998"}
   - {url: "http://b:1", role: decode, protocol: mooncake, pool: blue, kv_source: "10.0.0.2:5710", shared_store: true}
@@ -167,6 +168,7 @@ workers:
         ('workers: [{url: "http://a:1", bootstrap: "a"}]', "workers[0].bootstrap", "host and port"),
         ('workers: [{url: "http://a:1", kv_source: "http://a:1"}]', "workers[0].kv_source", "host and port"),
         ("disaggregation: {protocol: fast}", "disaggregation.protocol", "sglang"),
+        ("disaggregation: {bidirectional: true}", "disaggregation.bidirectional", "tokenizer"),
         ("disaggregation: {lease: 0s}", "disaggregation.lease", "more than 0"),
         ("disaggregation: {keep: 0}", "disaggregation.keep", "more than 0"),
     ],
