@@ -19,7 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.asks import Ask
-from gateway.dialects import Dialect, Reading, Route
+from gateway.dialects import Dialect, Reading, Route, broken
 from gateway.dialects.openai import error_in
 from gateway.errors import (
     Backpressure,
@@ -36,8 +36,9 @@ from gateway.http import wire
 from gateway.http.incoming import Incoming
 from gateway.http.relay import Relay
 from gateway.http.server import Inbound
-from gateway.http.sse import events, first_event
+from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
+from gateway.leg import STALE
 from gateway.legs import Handed, Legs, stalled
 from gateway.retold import Hiding, Tape
 from gateway.workers import Charge, State, Target, Worker
@@ -52,9 +53,6 @@ PHASES = ("choosing", "waiting", "first_event", "waiting", "waiting", "streaming
 
 SILENT = 5.0
 """Seconds without a byte after which a stream of a worker that is down is given up."""
-STALE = 2.0
-"""Seconds after sending within which a reused connection that ends was closed before the worker saw the request."""
-
 MERGED = 4 * 1024 * 1024
 """Bytes of an answer that are held to be changed as a whole."""
 
@@ -465,7 +463,8 @@ class Exchange:
     def _complete(self) -> None:
         target = self.target
         assert target is not None
-        broke = self._broke() if self.events else None
+        ended = broken(self.dialect, self.tail) if self.events else None
+        broke = None if ended is None else ended[0]
         if broke is not None and broke >= 500 and broke != 503:
             self.gateway.worker_fault(target, ServerError("error event in a stream"))
         elif broke is None and self.status < 400:
@@ -474,17 +473,6 @@ class Exchange:
         client = self.client
         self._end(outcome)
         client.done()
-
-    def _broke(self) -> int | None:
-        """The status in the error event with which the engine itself ended the stream; ``None``: it did not."""
-        tail = self.tail
-        if b'"error"' not in tail and b'"abort"' not in tail:
-            return None
-        for event in events(tail):
-            failure = self.dialect.failure(event)
-            if failure is not None:
-                return failure[0]
-        return None
 
     def response_failed(self, fault: WorkerFault) -> None:
         """The worker's answer will not be completed."""

@@ -6,8 +6,10 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING
 
+from gateway.dialects import broken
 from gateway.errors import Fault, GatewayFault, Internal, Malformed, Reset, WorkerFault
 from gateway.http import wire
+from gateway.http.sse import payload
 from gateway.http.upstream import Outbound
 from gateway.workers import Charge, State, Target
 
@@ -26,7 +28,6 @@ class Leg:
     """See the module's head. Is the `Receiver` of its connection."""
 
     __slots__ = (
-        "answered",
         "body",
         "charge",
         "connection",
@@ -55,8 +56,6 @@ class Leg:
         self.pieces: list[bytes] = []
         self.size = 0
         self.over = False
-        self.answered = False
-        """Whether it ended with an answer."""
         self.resent = False
         self.sent_at = 0.0
         self.deadline = inf
@@ -148,10 +147,9 @@ class Leg:
             self.legs.prefill_failed(Malformed("the prefill worker's answer is too large"))
         elif self.status >= 400:
             self.legs.prefill_refused(self.status, self.fields, body)
-        elif (broke := self.legs.broke(body)) is not None:
-            self.legs.prefill_refused(broke[0], [(b"content-type", b"application/json")], broke[1])
+        elif (broke := broken(self.legs.exchange.dialect, body)) is not None:
+            self.legs.prefill_refused(broke[0], [(b"content-type", b"application/json")], payload(broke[1])[1])
         else:
-            self.answered = True
             self.legs.prefilled(body)
 
     def response_failed(self, fault: WorkerFault) -> None:

@@ -30,7 +30,6 @@ from gateway.errors import (
     Stalled,
 )
 from gateway.http.relay import Relay
-from gateway.http.sse import events, payload
 from gateway.leg import Leg
 from gateway.retold import Hiding, Merged
 from gateway.workers import Charge, State, Target, Worker
@@ -212,17 +211,6 @@ class Legs:
         except Exception:
             gateway.defect("going on from a prefill worker's answer")
             self.prefill_failed(Internal("the gateway failed; its log says why"))
-
-    def broke(self, body: bytes) -> tuple[int, bytes] | None:
-        """The error with which a prefill engine ended an answer that had begun well, as status and body; ``None``: it did
-        not."""
-        if b'"error"' not in body and b'"abort"' not in body:
-            return None
-        for event in events(body):
-            failure = self.exchange.dialect.failure(event)
-            if failure is not None:
-                return failure[0], payload(event)[1]
-        return None
 
     def begun(self) -> None:
         """The answer begins: nothing is sent again, and a long stream does not keep its prompt in memory."""

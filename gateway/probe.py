@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.disagg import mooncake
+from gateway.disagg import BOOTSTRAP_PORT, mooncake
 from gateway.engines import Answer, Engine, all_engines
 from gateway.errors import Malformed, NoConnection, Refused, Stalled, Unresolved, WorkerFault
 from gateway.fleet import FALL, RISE, Fleet
@@ -187,7 +187,7 @@ class Probe:
         if worker.protocol != "mooncake" or worker.role is not Role.PREFILL:
             return
         assert self._session is not None
-        host, port = worker.bootstrap or (worker.host, mooncake.PORT)
+        host, port = worker.bootstrap or (worker.host, BOOTSTRAP_PORT)
         name = f"[{host}]" if ":" in host else host
         try:
             async with self._session.get(f"http://{name}:{port}/query", timeout=BRIEF) as response:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.breaker import Breaker
-from gateway.disagg import protocol_of
+from gateway.disagg import BOOTSTRAP_PORT, protocol_of
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.http.upstream import Pool
@@ -289,7 +289,7 @@ class Worker:
         """Host and port of its bootstrap server."""
         if self.spec.bootstrap is not None:
             return self.spec.bootstrap
-        port = self.facts.bootstrap_port or (8998 if self.protocol == "mooncake" else None)
+        port = self.facts.bootstrap_port or (BOOTSTRAP_PORT if self.protocol == "mooncake" else None)
         return None if port is None else (self.host, port)
 
     @property

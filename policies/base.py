@@ -335,6 +335,20 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     return policy
 
 
+def inner(policy: str, option: str, told: str | Mapping[str, Any] | None) -> Policy:
+    """The other policy that ``option`` of ``policy`` names, by name or as a mapping with its options. Raises `BadOption`."""
+    options = {"name": told} if isinstance(told, str) else dict(told) if isinstance(told, Mapping) else {}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name == policy:
+        raise BadOption(f"{policy}.{option} must be the name of another policy, or a mapping with its name", option)
+    try:
+        return load(name, options)
+    except UnknownPolicy as error:
+        raise BadOption(f"{policy}.{option}: {error}", option) from None
+    except BadOption as error:
+        raise BadOption(str(error), f"{option}.{error.option}" if error.option else option) from None
+
+
 def number(policy: str, option: str, value: Any, low: float, high: float) -> float:
     """``value`` as a float within [low, high]; raises `BadOption` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:

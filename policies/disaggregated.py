@@ -28,9 +28,8 @@ from policies.base import (
     Role,
     Target,
     Terms,
-    UnknownPolicy,
     cheapest,
-    load,
+    inner,
     number,
 )
 from policies.cache_aware import CacheAware, least_homed
@@ -87,8 +86,8 @@ class Disaggregated:
             ):
                 if given:
                     raise BadOption(f"disaggregated.{option} is of no use beside prefill and decode", option)
-            first = None if prefill is None else _side("prefill", prefill)
-            second = first if decode is None else _side("decode", decode)
+            first = None if prefill is None else inner(self.name, "prefill", prefill)
+            second = first if decode is None else inner(self.name, "decode", decode)
             assert second is not None, "one of them is given"
             self._sides = Sides(first or second, second)
         self.needs_prefix = self._sides is None or self._sides.needs_prefix
@@ -111,8 +110,7 @@ class Disaggregated:
             if request.home is not None:
                 reason = "spill" if request.away else "home_gone"
         else:
-            margin = 0.0 if request.siblings else turn(home.target.rates) if self.margin is None else self.margin
-            if home is best or home.terms.total - best.terms.total <= margin:
+            if home is best or home.terms.total - best.terms.total <= self._margin(request, home.target):
                 chosen, reason = home, "home"
             else:
                 reason = "spill" if request.siblings else "moved"
@@ -155,6 +153,12 @@ class Disaggregated:
             ),
         )
 
+    def _margin(self, request: Request, bound: Target) -> float:
+        """Seconds that leaving ``bound`` must save; nobody moves for one that runs beside others of its session."""
+        if request.siblings:
+            return 0.0
+        return turn(bound.rates) if self.margin is None else self.margin
+
     # -- the first stage --------------------------------------------------------------------------------------------
 
     def _stages(self, request: Request, fleet: Fleet, prefill: Fleet, now: float) -> dict[str, Stage]:
@@ -172,10 +176,8 @@ class Disaggregated:
             costs = [stage.terms.total for stage in stages]
             best = stages[cheapest(costs, [stage.target for stage in stages], request.key)]
             own = next((stage for stage in stages if stage.target.id == request.partner), None)
-            if own is not None and own is not best:
-                margin = 0.0 if request.siblings else turn(own.target.rates) if self.margin is None else self.margin
-                if own.terms.total - best.terms.total <= margin:
-                    best = own
+            if own is not None and own.terms.total - best.terms.total <= self._margin(request, own.target):
+                best = own
             found[pool] = best
         return found
 
@@ -337,18 +339,3 @@ def paired(policy: Policy) -> Policy:
     if isinstance(policy, CacheAware):
         return Disaggregated(margin=policy.margin, thrift=policy.thrift)
     return Sides(policy, policy)
-
-
-def _side(option: str, told: str | Mapping[str, Any] | None) -> Policy:
-    options = {"name": told} if isinstance(told, str) else dict(told) if isinstance(told, Mapping) else {}
-    name = options.pop("name", None)
-    if not isinstance(name, str) or name == Disaggregated.name:
-        raise BadOption(
-            f"disaggregated.{option} must be the name of another policy, or a mapping with its name", option
-        )
-    try:
-        return load(name, options)
-    except UnknownPolicy as error:
-        raise BadOption(f"disaggregated.{option}: {error}", option) from None
-    except BadOption as error:
-        raise BadOption(str(error), f"{option}.{error.option}" if error.option else option) from None

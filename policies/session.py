@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from policies.base import BadOption, Candidate, Choice, Fleet, Policy, Request, Target, UnknownPolicy, load, number
+from policies.base import Candidate, Choice, Fleet, Request, Target, inner, number
 
 
 class Session:
@@ -22,19 +22,7 @@ class Session:
     ) -> None:
         self.spill = number(self.name, "spill", spill, 1.0, 100.0)
         self.slack = number(self.name, "slack", slack, 0, 1e6)
-        options = {"name": fallback} if isinstance(fallback, str) else fallback
-        options = dict(options) if isinstance(options, Mapping) else {}
-        inner = options.pop("name", None)
-        if not isinstance(inner, str) or inner == self.name:
-            raise BadOption(
-                "session.fallback must be the name of another policy, or a mapping with its name", "fallback"
-            )
-        try:
-            self.fallback: Policy = load(inner, options)
-        except UnknownPolicy as error:
-            raise BadOption(f"session.fallback: {error}", "fallback") from None
-        except BadOption as error:
-            raise BadOption(str(error), f"fallback.{error.option}" if error.option else "fallback") from None
+        self.fallback = inner(self.name, "fallback", fallback)
         self.needs_prefix = self.fallback.needs_prefix
 
     def choose(self, request: Request, fleet: Fleet, now: float) -> Choice:

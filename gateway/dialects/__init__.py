@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 from typing import NamedTuple, Protocol
 
 from gateway.errors import Fault
+from gateway.http.sse import events
 from gateway.prompt import Prompt, Thinking
 
 
@@ -111,6 +112,17 @@ class Dialect(Protocol):
     def usage(self, tail: bytes, streamed: bool) -> Usage | None:
         """Token counts from the last bytes of an answer."""
         ...
+
+
+def broken(dialect: Dialect, tail: bytes) -> tuple[int, bytes] | None:
+    """The status and the error event with which an engine itself ended a stream that had begun well; ``None``: it did not."""
+    if b'"error"' not in tail and b'"abort"' not in tail:
+        return None
+    for event in events(tail):
+        failure = dialect.failure(event)
+        if failure is not None:
+            return failure[0], event
+    return None
 
 
 def all_dialects() -> dict[str, Dialect]:

@@ -17,6 +17,9 @@ from msgspec import UNSET, Raw, UnsetType
 
 from policies.base import Role
 
+BOOTSTRAP_PORT = 8998
+"""Of a prefill engine's bootstrap server, by default: SGLang's, and that of vLLM's MooncakeConnector."""
+
 
 class End(NamedTuple):
     """One of the two engines, as protocols need to know it."""

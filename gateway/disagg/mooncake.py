@@ -12,9 +12,6 @@ from gateway.disagg.nixl import PROTOCOL as NIXL, one_token
 from gateway.errors import ServerError
 from policies.base import Role
 
-PORT = 8998
-"""Of the bootstrap server, by default."""
-
 
 class _Engine(msgspec.Struct):
     engine_id: str

@@ -20,8 +20,6 @@ from policies.base import Role
 
 ROOMS = 1 << 62
 KINDS = frozenset(("chat", "completions", "generate", "messages", "responses"))
-PORT = 8998
-"""Of the bootstrap server, by default."""
 
 _PREFILL = re.compile(r"prefill (instance|bootstrap|transfer|parallel)|KVBootstrap", re.IGNORECASE)
 _DECODE = re.compile(r"decode (transfer|memory)", re.IGNORECASE)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
+from gateway.disagg import BOOTSTRAP_PORT
 from gateway.engines import Ask, served_models, whole
 from gateway.workers import EventSource, Facts, Load, ServedModel
 
-BOOTSTRAP = 8998
-"""Port of a prefill engine's bootstrap server, by default."""
 RANKS = 1024
 """Data-parallel ranks of one worker that are believed."""
 
@@ -39,7 +38,7 @@ class SGLang:
         mode = info.get("disaggregation_mode") or server.get("disaggregation_mode")
         if mode in ("prefill", "decode"):
             facts.role, facts.protocol = mode, self.name
-            facts.bootstrap_port = whole(server.get("disaggregation_bootstrap_port")) or BOOTSTRAP
+            facts.bootstrap_port = whole(server.get("disaggregation_bootstrap_port")) or BOOTSTRAP_PORT
             facts.keeps = mode == "prefill" or server.get("disaggregation_decode_enable_radix_cache") is True
         facts.stores = server.get("disaggregation_decode_enable_offload_kvcache") is True or bool(
             server.get("hicache_storage_backend")
