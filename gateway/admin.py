@@ -79,6 +79,7 @@ class AdminSite:
         route.add_get("/sessions", self.sessions)
         route.add_get("/sessions/{id}", self.session)
         route.add_delete("/sessions/{id}", self.remove_session)
+        route.add_post("/sessions/{id}/move", self.move_session)
         route.add_post("/route", self.route)
         route.add_get("/config", self.config)
         return application
@@ -175,17 +176,22 @@ class AdminSite:
         if set(body) != {"state"} or body["state"] not in ("ready", "draining"):
             raise BadRequest("what can be changed is {'state': 'ready'} or {'state': 'draining'}", param="state")
         if body["state"] == "draining":
-            self.running.fleet.set_state(worker, State.DRAINING, "drained by the operator")
+            self.running.moving.drain(worker)
         elif worker.state is State.DRAINING:
+            self.running.moving.resume(worker)
             # What was never read, or fails its probes, has to join again; what is healthy serves at once.
             serves = bool(worker.targets) and not worker.failures
             self.running.fleet.set_state(worker, State.READY if serves else State.JOINING, "resumed by the operator")
         return _json(self._worker(worker))
 
     async def drain_worker(self, request: web.Request) -> web.Response:
-        """Send it nothing new; its running requests end as they would."""
+        """Send it nothing new and give its sessions other homes, ``?over=SECONDS`` spreads that; its running requests end as
+        they would. `GET /workers/{id}` tells how far it is."""
         worker = self._find(request)
-        self.running.fleet.set_state(worker, State.DRAINING, "drained by the operator")
+        text = request.query.get("over", "0")
+        if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", text):
+            raise BadRequest("over must be a number of seconds, at most 99999", param="over")
+        self.running.moving.drain(worker, float(text))
         return _json(self._worker(worker), 202)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
@@ -218,6 +224,7 @@ class AdminSite:
             "kv_tokens": facts.kv_tokens,
             "context_length": facts.context_length,
             "running": worker.running,
+            "drain": self.running.moving.progress(worker),
             "connections": worker.pool.open,
             "idle_connections": worker.pool.idle,
             "targets": [
@@ -276,6 +283,15 @@ class AdminSite:
         session = self._find_session(request)
         self.running.sessions.drop(session)
         return _json({"removed": session.key.hex()})
+
+    async def move_session(self, request: web.Request) -> web.Response:
+        """Give a session another home: ``{"to": "<target or worker>"}``, or to whom its policy prefers."""
+        session = self._find_session(request)
+        body = await _object(request) if request.can_read_body else {}
+        if set(body) - {"to"} or not isinstance(body.get("to", ""), str):
+            raise BadRequest("what can be given is {'to': '<name of a target>'}", param="to")
+        self.running.moving.move(session, body.get("to"))
+        return _json(self._session(session))
 
     def _find_session(self, request: web.Request) -> Session:
         text = request.match_info["id"]

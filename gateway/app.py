@@ -15,15 +15,16 @@ from itertools import count
 from math import inf
 from os import urandom
 from time import monotonic
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_to_bytes
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 from gateway.asks import Ask, Options
 from gateway.config import Disaggregation
 from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
 from gateway.dialects.chat import answered_ids
-from gateway.dialects.fields import splice
+from gateway.dialects.fields import append, splice
 from gateway.errors import (
     Backpressure,
     BadRequest,
@@ -41,13 +42,15 @@ from gateway.http import wire
 from gateway.http.incoming import Incoming, Shape
 from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Server
+from gateway.lifecycle import Lifecycle
 from gateway.listing import models, models_body
 from gateway.metrics import Metrics, Tally
+from gateway.naming import clean
 from gateway.pairs import Pairs
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
 from gateway.records import Recorder
 from gateway.routing import Routing, draw_of
-from gateway.sessions import Sessions
+from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant, Tenants
 from gateway.workers import Charge, Target, Worker
 from kv_index.index import PrefixIndex
@@ -60,6 +63,9 @@ STORED = Route("stored", generates=False, opaque=True, methods=(b"GET", b"DELETE
 STORED_CANCEL = Route("stored", generates=False, opaque=True, methods=(b"POST",))
 _STORED = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel|/input_items)?")
 MODELS = b"/v1/models"
+SESSIONS = b"/v1/sessions/"
+FINAL = frozenset((b"1", b"true", b"yes", b"on"))
+"""Values of ``x-session-final`` that say so."""
 SALTED = frozenset(("vllm", "sglang", "tensorrt_llm"))
 """Engines that keep caches of different ``cache_salt`` apart."""
 USAGE = b',"stream_options":{"include_usage":true}}'
@@ -89,6 +95,7 @@ class Gateway:
         isolation_key: str | None = None,
         modes: Mapping[str, Mode] | None = None,
         pairs: Disaggregation | None = None,
+        tokens: bool = True,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -114,6 +121,10 @@ class Gateway:
         self._retries_left = RESERVE
         self.exchanges: set[Exchange] = set()
         self.recorder: Recorder | None = None
+        self.lifecycle: Lifecycle | None = None
+        """Tells engines of the ends of sessions."""
+        self.tokens = tokens
+        """Whether clients that name no session are given a token that does."""
         self.ending = False
         """Readiness is off: this process is on its way out."""
         self.dialects = all_dialects()
@@ -146,6 +157,8 @@ class Gateway:
             own = self._own.get(incoming.path)
             if own is None and incoming.path.startswith(b"/v1/models/"):
                 own = self._models
+            elif own is None and incoming.path.startswith(SESSIONS):
+                own = self._end_session
             if own is not None:
                 client.send(own(incoming))
                 client.done()
@@ -342,13 +355,24 @@ class Gateway:
             # Without usage a stream tells nothing of its cache. It has no such member yet, and ends with a brace.
             body = body.rstrip()[:-1] + USAGE
         fetches = bool(exchange.ask.request.fetched) and target.id in exchange.ask.request.fetched
+        members: dict[str, bytes] = {}
+        if exchange.ask.session is not None and exchange.route.generates and self.lifecycle is not None:
+            facts = target.worker.facts
+            first = None if exchange.choice is None else exchange.choice.prefill
+            if facts.refers or facts.slots is not None or first is not None:
+                assert first is None or isinstance(first, Target)
+                members = self.lifecycle.members(exchange.ask, target, first)
         if not (renamed or reading.guarded or salted or fetches):
-            return body
+            if not members:
+                return body
+            if not reading.labelled:
+                return append(body, b",".join([b'"%b":%b' % (name.encode(), value) for name, value in members.items()]))
         if reading.opaque and model is not None and not _is_json(exchange.incoming):
             raise BadRequest(
                 f"the alias {reading.model!r} cannot be used here: name the model {model.name!r}", param="model"
             )
         add = {"model": msgspec.json.encode(model.name)} if renamed and model is not None else {}
+        add |= members
         if fetches and exchange.route.generates and exchange.choice is not None and exchange.choice.prefill is None:
             source = self.pairs.source(exchange)
             if source is not None:
@@ -408,6 +432,9 @@ class Gateway:
         """An exchange is over, whatever the outcome."""
         ask, target = exchange.ask, exchange.target
         seconds = self.clock() - exchange.started
+        if ask.told or ask.slot is not None:
+            assert self.lifecycle is not None
+            self.lifecycle.over(ask)
         if target is None:
             who = (ask.tenant.name, ask.model_name, ask.policy.name)
             self.metrics.requests.add((who[0], who[1], exchange.route.kind, who[2], outcome))
@@ -441,6 +468,10 @@ class Gateway:
             self._count_usage(exchange, usage, tally, first, computes)
         if exchange.route.kind == "responses" and outcome == "ok":
             self._remember_response(exchange, target)
+        if outcome == "ok" and ask.session is not None:
+            final = exchange.incoming.named.get(b"x-session-final")
+            if final is not None and final.strip().lower() in FINAL:
+                self.sessions.drop(ask.session)
 
     def _calibrate(self, exchange: Exchange, target: Target, usage: Usage | None) -> None:
         """Learn from a first event that nothing else delayed."""
@@ -531,8 +562,11 @@ class Gateway:
     def told(self, exchange: Exchange) -> bytes:
         """Response header lines that say where and why, if the tenant may see them."""
         ask, target, choice = exchange.ask, exchange.target, exchange.choice
-        if target is None or choice is None or not ask.tenant.shows_routing:
+        if target is None or choice is None:
             return b""
+        token = self._token(exchange, target) if self.tokens else b""
+        if not ask.tenant.shows_routing:
+            return token
         parts = [b"x-warmroute-worker: ", target.name.encode(), b"\r\nx-warmroute-decision: "]
         parts += (ask.policy.name.encode(), b"/", choice.reason.encode(), b"\r\n")
         if choice.prefill is not None:
@@ -541,7 +575,28 @@ class Gateway:
             parts += (b"x-warmroute-session-source: ", ask.found.encode(), b"\r\n")
         if ask.predicted is not None:
             parts.append(b"x-warmroute-predicted-cached-tokens: %d\r\n" % ask.predicted)
+        parts.append(token)
         return b"".join(parts)
+
+    def _token(self, exchange: Exchange, target: Target) -> bytes:
+        """Header lines with a token, for a client that names no session by itself."""
+        ask = exchange.ask
+        session = ask.session
+        if session is None:
+            if not (ask.policy.needs_session and exchange.route.generates) or exchange.reading.opaque:
+                return b""
+            # Nothing is kept of it unless it comes back.
+            key = xxh3_128_digest(exchange.request_id, ask.request.draw)
+            token = self.sessions.sticky.seal(ask.tenant.seed, key, target.seed)
+        elif ask.found in ("content", "sticky"):
+            home = None if session.home is None else self.fleet.targets.get(session.home)
+            token = self.sessions.token(session, ask.tenant.seed, 0 if home is None else home.seed)
+        else:
+            return b""
+        if not self.sessions.naming.cookie:
+            return b"x-warmroute-session: %b\r\n" % token
+        cookie = b"set-cookie: x-warmroute-session=%b; Path=/; HttpOnly; SameSite=Lax\r\n"
+        return b"x-warmroute-session: %b\r\n" % token + cookie % token
 
     def fault_response(self, dialect: Dialect, fault: Fault, incoming: Incoming, request_id: bytes) -> bytes:
         """A whole error response in the caller's dialect."""
@@ -595,6 +650,37 @@ class Gateway:
             raise NotFound(f"the model {name!r} does not exist here", param="model")
         return wire.whole(200, msgspec.json.encode(entries[name]), incoming)
 
+    def _end_session(self, incoming: Incoming) -> bytes:
+        """Its owner ends a session, by the name that its requests gave it, by its token or by its id."""
+        if incoming.method != b"DELETE":
+            raise WrongMethod(_show(incoming.path), "DELETE")
+        tenant = self.tenants.of(incoming.named)
+        told = unquote_to_bytes(incoming.path[len(SESSIONS) :])
+        found = self._sessions_called(told, tenant)
+        if not found:
+            raise NotFound(f"no session of yours is called {told.decode('utf-8', 'replace')[:100]!r}")
+        for session in found:
+            self.sessions.drop(session)
+        body = {"id": told.decode("utf-8", "replace"), "object": "session.deleted", "deleted": True}
+        return wire.whole(200, msgspec.json.encode(body), incoming)
+
+    def _sessions_called(self, told: bytes, tenant: Tenant) -> list[Session]:
+        value = clean(told)
+        if value is None:
+            return []
+        carried = self.sessions.sticky.open(tenant.seed, value)
+        key = carried.key if carried is not None else None
+        if key is None and len(value) == 32:
+            try:
+                key = bytes.fromhex(value.decode("ascii", "replace"))
+            except ValueError:
+                key = None
+        session = None if key is None else self.sessions.get(key)
+        if session is not None:
+            return [session] if session.tenant == tenant.name else []
+        named = [self.sessions.named(value, tenant.name, model) for model in self.routing.models]
+        return [session for session in named if session is not None]
+
     # -- upkeep -----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
@@ -602,6 +688,7 @@ class Gateway:
         now = self.clock()
         self.server.sweep(now)
         self.fleet.sweep(now)
+        self.sessions.rest_after = self.routing.returning.rest_after(self.sessions.idle)
         self.sessions.sweep(now)
         self.index.sweep(now)
         self.pairs.sweep(now)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from gateway.dialects import Reading
 from gateway.prompt import Prompt, Thinking
 from gateway.sessions import Session
+from gateway.slots import Slots
 from gateway.tenants import Tenant
 from kv_index.checkpoints import Rule
 from kv_index.pages import EMPTY, Pages
@@ -83,10 +84,12 @@ class Ask:
         "session",
         "shadow",
         "size",
+        "slot",
         "start",
         "stored",
         "takes",
         "tenant",
+        "told",
         "turn",
         "used",
     )
@@ -143,6 +146,10 @@ class Ask:
         """The session's prefill target before, and the one that this request bound it to."""
         self.second: tuple[Node, int] | None = None
         """The pin of the target that computes the prompt for another."""
+        self.told: list[str] = []
+        """Workers that keep a reference of its session for it."""
+        self.slot: tuple[Slots, int] | None = None
+        """The slot that it has on its target."""
         self.asked = False
         """Whether it was sent to anybody yet."""
 
@@ -172,6 +179,8 @@ class Options:
     """Models that can be resumed anywhere, whatever their engine says."""
     restore: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     """Model -> seconds to bring back one token from host, disk, shared store."""
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+    """Model -> bytes of one token's KV, where the configuration tells."""
     by_ids: frozenset[str] = frozenset()
     """Models whose prompts are routed by token ids."""
     most_models: int = 1024

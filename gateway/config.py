@@ -100,6 +100,8 @@ class ModelConfig:
     checkpoints: str = "auto"
     """Of hybrid models, where engines keep their state: auto (by the engine's kind), ends, boundary, every:N tokens."""
     restore: Restore = field(default_factory=lambda: Restore())
+    kv_bytes: Bytes | None = None
+    """Of one token's KV, to tell sizes of caches in bytes."""
 
 
 @dataclass(slots=True)
@@ -180,6 +182,15 @@ class SessionsConfig:
     idle: Seconds = 1800.0
     max: Count = 200_000
     headers: list[str] = field(default_factory=list)
+    """Headers of your own that name a session; they come first."""
+    fields: list[str] = field(default_factory=list)
+    """Fields of the body that name one, of: user, safety_identifier, metadata.user_id. One busy user is one hot engine."""
+    token: bool = True
+    """Whether clients that name no session are given a token (``x-warmroute-session``) by which they can."""
+    cookie: bool = False
+    """Whether the token is set as a cookie too, and read from it."""
+    secret: Secret | None = None
+    """What tokens are sealed with: the same for all replicas, and over restarts. Random if not given."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway.config_reader import Problem
+from gateway.dialects.fields import NAMING
 from gateway.disagg import all_protocols
 from gateway.engines import all_engines
 from gateway.prompt import Thinking
@@ -69,6 +70,12 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
             wrong(
                 "sessions.headers", f"{header!r} cannot name a session: it tells a credential, an address or a request"
             )
+    for name in config.sessions.fields:
+        if name not in NAMING:
+            wrong("sessions.fields", f"{name!r} is not one of {', '.join(NAMING)}")
+    _check_secret("sessions.secret", config.sessions.secret, wrong)
+    if config.sessions.cookie and not config.sessions.token:
+        wrong("sessions.cookie", "there is no cookie without a token: set sessions.token to true, or leave cookie out")
     _check_disaggregation(config.disaggregation, wrong)
     if config.disaggregation.bidirectional and not any(model.tokenizer for model in config.models.values()):
         wrong(
@@ -179,7 +186,9 @@ def _check_numbers(config: Config, wrong: Any) -> None:
         part = getattr(config, section)
         for each in fields(part):
             value = getattr(part, each.name)
-            if each.name != "port" and isinstance(value, int | float) and value <= 0:
+            if each.name == "port" or isinstance(value, bool):
+                continue
+            if isinstance(value, int | float) and value <= 0:
                 wrong(f"{section}.{each.name}", "must be more than 0")
     for number, worker in enumerate(config.workers):
         if worker.kv_tokens is not None and worker.kv_tokens <= 0:

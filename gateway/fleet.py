@@ -15,6 +15,7 @@ from itertools import count
 from gateway.errors import Refused, WorkerFault
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
+from gateway.slots import Slots
 from gateway.workers import Charge, Facts, Load, ServedModel, State, Target, Worker, WorkerSpec
 from policies.base import Fleet as View, Rates, Role, Target as Seen
 from policies.calibrate import Calibration
@@ -117,6 +118,8 @@ class Fleet:
         for target in worker.targets:
             target.role, target.whole, target.pool = worker.role, worker.whole, worker.pool_name
             target.room = facts.kv_tokens
+            if target.slots is None or target.slots.count != facts.slots:
+                target.slots = None if facts.slots is None else Slots(facts.slots)
             kind = self.calibration(model, facts.engine)
             if kind is not target.calibration:
                 target.calibration = kind
@@ -129,6 +132,8 @@ class Fleet:
         """The engine's process is a new one: its cache is empty, its connections are gone."""
         for target in worker.targets:
             target.epoch += 1
+            if target.slots is not None:
+                target.slots.forget()
             target.forgive(target.calibration, self.clock(), always=True)
             self.forget(target.id)
         worker.pool.close_idle()
@@ -203,6 +208,13 @@ class Fleet:
         """Whether a request may be sent to it."""
         return target.worker.state is State.READY and target.paused_until <= now and target.breaker.allows(now)
 
+    def lingering(self, target: int, now: float) -> Target | None:
+        """``target``, if it gets nothing new but goes on with its own sessions."""
+        found = self.targets.get(target)
+        if found is None or not found.worker.lingers or found.worker.state is not State.DRAINING:
+            return None
+        return found if found.paused_until <= now and found.breaker.allows(now) else None
+
     def rests(self, target: int, now: float) -> bool:
         """Whether ``target`` serves but asked for a pause."""
         found = self.targets.get(target)
@@ -252,6 +264,10 @@ class Fleet:
             if target.id not in tried and self.usable(target, now)
         }
         return Role.DECODE if Role.DECODE not in able else Role.PREFILL if Role.PREFILL not in able else None
+
+    def serves(self, worker: Worker, model: str | None) -> bool:
+        """Whether it lists ``model``, or lists nothing and takes any; ``None``: any will do."""
+        return _serves(worker, model)
 
     def serving(self, model: str) -> list[Worker]:
         """Workers that list ``model``, whatever their state."""

@@ -261,6 +261,12 @@ class Metrics:
             "What a request meant for its session.",
             ("tenant", "model", "outcome", "reason"),
         )
+        self.migrations = Counter(
+            "warmroute_session_migrations", "Sessions given another home between their turns, by why.", ("reason",)
+        )
+        self.session_closes = Counter(
+            "warmroute_session_closes", "Ends of sessions that engines were to be told of.", ("outcome",)
+        )
         self.session_sources = Counter("warmroute_session_sources", "How sessions were recognised.", ("source",))
         self.retries = Counter("warmroute_retries", "Attempts after the first.", ("model", "reason"))
         self.worker_faults = Counter("warmroute_worker_faults", "What workers did wrong.", ("target", "kind"))

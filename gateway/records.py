@@ -149,7 +149,7 @@ class Recorder:
             return None
         if session is None:
             sessions = exchange.gateway.sessions
-            found = sessions.name(exchange.incoming.named, reading, exchange.incoming.memo)
+            found = sessions.name(exchange.incoming.named, reading, exchange.incoming.memo, ask.tenant.seed)
             if found is not None:
                 session = sessions.find(found, ask.tenant.name, model.name, exchange.started, dry=True)
         # Whole sessions, or nothing of them: a part of one would be another workload.

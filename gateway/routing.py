@@ -9,20 +9,24 @@ from collections.abc import Callable, Collection, Mapping
 from xxhash import xxh3_64_intdigest
 
 from gateway.asks import Ask, Model, Options
-from gateway.dialects import Reading, Usage
+from gateway.dialects import Reading, Usage, no_field
 from gateway.errors import BadRequest, NotFound, NoWorker
 from gateway.fleet import Fleet
 from gateway.holdings import Holdings, blocks_of
 from gateway.metrics import Metrics
 from gateway.offers import Offers
 from gateway.prompt import Prompt, thinking_of
-from gateway.sessions import Session, Sessions
+from gateway.returning import Returning
+from gateway.sessions import KEPT, Session, Sessions
 from gateway.tenants import Tenant
 from gateway.workers import Target
 from kv_index.index import PrefixIndex
 from kv_index.pages import TEXT_PAGE, names
 from policies.base import Candidate, Choice, Fleet as View, Policy, Request, Role
 from policies.disaggregated import paired
+
+TOOL_NAME = 64
+"""Characters of a tool's name that are kept."""
 
 
 class Routing:
@@ -40,6 +44,7 @@ class Routing:
         self.holdings = Holdings(fleet, index, options, self.models)
         self._default = options.default()
         self.offers = Offers()
+        self.returning = Returning(fleet)
         self._paired: dict[int, tuple[Policy, Policy]] = {}
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -111,11 +116,14 @@ class Routing:
         if reading.make_prompt is None or not (policy.needs_prefix or policy.needs_session):
             return ask
         ask.namespace = b"\x00".join((model.space, tenant.space, reading.namespace))
+        carried: int | None = None
         if policy.needs_session:
-            found = self.sessions.name(named, reading, memo)
+            found = self.sessions.name(named, reading, memo, tenant.seed)
             if found is not None:
                 ask.session = self.sessions.find(found, tenant.name, model.name, now, dry)
                 ask.found = found.source
+                if found.carried is not None:
+                    carried = self._carried_home(ask.session, found.carried.home, model, dry)
         if ids is None and policy.needs_prefix and reading.ids is not None:
             ids = reading.ids()
         if policy.needs_prefix or ask.session is None:
@@ -132,7 +140,7 @@ class Routing:
             ask.new_session = session.turns == 0 and session.running == 0
             ask.turn = session.turns + 1
             request.session = session.hash
-            request.home = session.home
+            request.home = session.home if session.home is not None else carried
             request.partner = session.partner
             request.siblings = session.running
         request.turns = model.demand.turns
@@ -149,6 +157,17 @@ class Routing:
                 if session is not None and len(self.offers):
                     self._lent(request, session, ids, now)
         return ask
+
+    def _carried_home(self, session: Session, seed: int, model: Model, dry: bool) -> int | None:
+        """A token tells where a session is at home that is not known here any more, or not yet: the target's id."""
+        if session.home is not None or session.turns or session.running or not seed:
+            return None
+        for target in self.fleet.targets.values():
+            if target.seed == seed and target.role is not Role.PREFILL and self.fleet.serves(target.worker, model.name):
+                if not dry:
+                    self.sessions.bind(session, target.id, "token")
+                return target.id
+        return None
 
     def _lent(self, request: Request, session: Session, ids: bytes, now: float) -> None:
         """What the session's home can hand back of this very prompt."""
@@ -230,12 +249,13 @@ class Routing:
 
     def _policy(self, ask: Ask, staged: bool) -> Policy:
         """The request's policy; in a fleet of pairs what it does there."""
-        if not staged:
-            return ask.policy
-        found = self._paired.get(id(ask.policy))
+        return self._paired_policy(ask.policy) if staged else ask.policy
+
+    def _paired_policy(self, policy: Policy) -> Policy:
+        found = self._paired.get(id(policy))
         if found is None:
             # The policy is kept with it, so that its id stays its own.
-            found = self._paired[id(ask.policy)] = (ask.policy, paired(ask.policy))
+            found = self._paired[id(policy)] = (policy, paired(policy))
         return found[1]
 
     def choose(self, ask: Ask, tried: Collection[int], now: float) -> Choice:
@@ -247,8 +267,27 @@ class Routing:
             computing = view.targets if view.prefill is None else view.prefill.targets
             ask.request.crowd = ask.model.demand.crowd(len(computing), now)
         home = ask.request.home
+        if home is not None and home not in view.positions and home not in tried:
+            stays = self.fleet.lingering(home, now)
+            if stays is not None:
+                return Choice(stays, "home", prefill=self.partner_of(stays, ask, tried, now))
         ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)
         return (self._policy(ask, True) if staged else ask.policy).choose(ask.request, view, now)
+
+    def rehome(self, session: Session, now: float) -> Target:
+        """Where else ``session`` would be at home, if its next turn came now. Raises `NoWorker` where nobody can serve it."""
+        model = self.models.get(session.model)
+        ids = [] if session.home is None else [session.home]
+        view = self.fleet.view(session.model, ids)
+        if view is None:
+            raise NoWorker(f"nobody else serves {session.model!r} now")
+        request = Request(session.hash, session=session.hash, tokens=session.prompt_tokens)
+        policy = model.policy if model is not None else self._default
+        if model is not None:
+            request.turns, request.ordinal = model.demand.turns, model.ordinal
+        chosen = (self._paired_policy(policy) if view.prefill is not None else policy).choose(request, view, now).target
+        assert isinstance(chosen, Target)
+        return chosen
 
     def commit(self, ask: Ask, target: Target, choice: Choice, now: float) -> None:
         """The request is about to be sent to ``target``."""
@@ -261,6 +300,7 @@ class Routing:
         if session is not None:
             if first:
                 model.demand.turn(ask.new_session)
+                self._returned(ask, session, now)
             self._bind(ask, session, target, choice)
         if request.tokens is not None:
             computes = computing(choice, target)
@@ -283,11 +323,19 @@ class Routing:
             if target.worker.facts.keeps:
                 ask.pin = (self.index.sent(ask.namespace, ask.pages.symbols, target.id, now, ids), target.id)
 
+    def _returned(self, ask: Ask, session: Session, now: float) -> None:
+        """Learn how long its session was away, and with what."""
+        tool = ask.reading.tool() if ask.reading.tool is not None else None
+        tool = (tool or "")[:TOOL_NAME]
+        if session.turns:
+            self.returning.came(session, tool, now)
+        session.tool = tool
+
     def _bind(self, ask: Ask, session: Session, target: Target, choice: Choice) -> None:
         before = session.home
         session.running += 1
         if before is None or choice.moves_home:
-            self.sessions.bind(session, target.id)
+            self.sessions.bind(session, target.id, choice.reason)
         first = choice.prefill
         if first is not None and first.id != session.partner and (session.partner is None or not ask.request.siblings):
             ask.partnered = (session.partner, first.id)
@@ -303,7 +351,8 @@ class Routing:
     def begun(self, ask: Ask) -> None:
         """The answer begins: what was needed to choose again may go, and only what is learned at the end stays."""
         reading = ask.reading
-        reading.ids = reading.salt = ask.takes = None
+        reading.ids = reading.salt = reading.tool = ask.takes = None
+        reading.session, reading.field = tuple, no_field
         if ask.ids is not None and not ask.returns and (ask.model is None or ask.model.rule is None):
             ask.ids = b""
         prompt = ask.prompt
@@ -324,7 +373,7 @@ class Routing:
         if session is not None and session.home == target.id and ask.request.home != target.id:
             self.sessions.unbind(session)
             if ask.request.home is not None:
-                self.sessions.bind(session, ask.request.home)
+                self.sessions.bind(session, ask.request.home, "undone")
         bound, ask.partnered = ask.partnered, None
         if session is not None and bound is not None and session.partner == bound[1]:
             self.sessions.bind_partner(session, bound[0] if bound[0] in self.fleet.targets else None)
@@ -364,6 +413,13 @@ class Routing:
         size = ask.size
         if model is None or size is None:
             return
+        if usage is not None and usage.prompt is not None:
+            cached = ask.context if usage.cached is None else usage.cached
+            computes.inflow.add(max(0, usage.prompt - cached), now)
+            target.inflow.add(usage.completion or 0, now)
+            if session is not None:
+                session.hits.append((usage.prompt, usage.cached))
+                del session.hits[:-KEPT]
         if usage is not None and usage.cached is not None and ask.predicted is not None and usage.prompt:
             self.holdings.report(ask, computes, ask.predicted, usage.cached, usage.prompt, now)
         if usage is not None and usage.prompt and size >= TEXT_PAGE and ask.ids is None:
@@ -421,6 +477,7 @@ class Routing:
                 "partner": self._name(session.partner),
                 "turns": session.turns,
                 "running": session.running,
+                "returns": self.forecast(session, now),
             },
             "candidates": [
                 {
@@ -437,6 +494,13 @@ class Routing:
                 for row in rows
             ],
         }
+
+    def forecast(self, session: Session, now: float) -> dict[str, object] | None:
+        """Whether the session's KV will survive at its home until its next turn; ``None`` where it has no home."""
+        home = None if session.home is None else self.fleet.targets.get(session.home)
+        if home is None:
+            return None
+        return self.returning.forecast(session, home, now, self.options.kv_bytes.get(session.model))
 
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)

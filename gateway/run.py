@@ -25,13 +25,15 @@ from gateway.fleet import Fleet
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
+from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
+from gateway.moving import Moving
 from gateway.preparing import Engines, Mode, Pool
 from gateway.probe import Probe
 from gateway.prompt import Thinking
 from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
-from gateway.sessions import Sessions
+from gateway.sessions import Session, Sessions
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
 from gateway.workers import State, Worker, WorkerSpec
@@ -48,6 +50,8 @@ OBSERVE = 30.0
 """Seconds between two judgements of what traffic shows of the engines."""
 CHURN = 0.5
 """Share of a cache that is evicted within that time when it is too small for its sessions."""
+CLOSING = 10.0
+"""Seconds that engines may take to hear of the ends of all sessions when the gateway stops."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -68,7 +72,11 @@ class Running:
             most=config.sessions.max,
             idle=config.sessions.idle,
             headers=config.sessions.headers,
+            fields=config.sessions.fields,
+            cookie=config.sessions.cookie,
+            secret=_secret(config),
             homes=self._homes,
+            dropped=self._dropped,
         )
         self.gateway = Gateway(
             fleet=self.fleet,
@@ -85,6 +93,7 @@ class Running:
             isolation_key=config.isolation_key,
             modes=self._make_modes(),
             pairs=config.disaggregation,
+            tokens=config.sessions.token,
         )
         self.probe = Probe(
             self.fleet,
@@ -95,6 +104,10 @@ class Running:
             join_seconds=config.probes.join,
         )
         self.subscriptions = Subscriptions(self.index, self.metrics, self.probe.poll_events, self._by_ids)
+        self.lifecycle = Lifecycle(self.fleet, self.sessions, self.metrics, self.probe.ask)
+        self.gateway.lifecycle = self.lifecycle
+        self.moving = Moving(self.fleet, self.sessions, self.gateway.routing, self.metrics)
+        self.sessions.bound = self._bound
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
@@ -133,6 +146,7 @@ class Running:
         self.port = self._listener.sockets[0].getsockname()[1]
         await self.admin.start()
         await self.probe.start()
+        self.lifecycle.start()
         self._upkeep = loop.create_task(self._tick(), name="upkeep")
 
     async def stop(self, pause: float | None = None) -> None:
@@ -161,6 +175,7 @@ class Running:
             recorder, gateway.recorder = gateway.recorder, None
             await recorder.stop()
         await gateway.pairs.stop()
+        await self.lifecycle.stop(CLOSING)
         await self.probe.stop()
         await self.subscriptions.stop()
         if self._upkeep is not None:
@@ -195,6 +210,7 @@ class Running:
             expected = now + TICK
             try:
                 self.gateway.sweep()
+                self.moving.sweep(now)
                 if now >= self._observe_at:
                     self._observe_at = now + OBSERVE
                     self._observe()
@@ -309,6 +325,14 @@ class Running:
             reason,
         )
 
+    def _bound(self, session: Session) -> None:
+        """Its home is another, or none."""
+        if session.told is not None:
+            self.lifecycle.moved(session)
+
+    def _dropped(self, session: Session) -> None:
+        """It was forgotten."""
+
     def _homes(self, target: int, change: int) -> None:
         found = self.fleet.targets.get(target)
         if found is not None:
@@ -352,6 +376,12 @@ def make_limits(config: Config) -> tuple[Inward, Outward]:
     return inward, outward
 
 
+def _secret(config: Config) -> bytes | None:
+    """What session tokens are sealed with; ``None``: a random one."""
+    told = config.sessions.secret or config.isolation_key
+    return None if told is None else str(told).encode()
+
+
 def make_tenants(config: Config) -> Tenants:
     """Tenants with their policies and keys."""
     pairs = []
@@ -381,6 +411,7 @@ def make_options(config: Config) -> Options:
         },
         anywhere=frozenset(name for name, model in config.models.items() if model.reuse == "any"),
         by_ids=frozenset(name for name, model in config.models.items() if model.tokenizer is not None),
+        kv_bytes={name: model.kv_bytes for name, model in config.models.items() if model.kv_bytes},
         restore={
             name: (model.restore.host / 1e3, model.restore.disk / 1e3, model.restore.shared / 1e3)
             for name, model in config.models.items()

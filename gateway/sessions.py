@@ -1,22 +1,23 @@
-"""Who a request belongs to, and where that session is at home.
+"""Where sessions are at home: the bounded store of them.
 
-Identity is looked for in a fixed order: configured headers, the gateway's own sticky token, state that lives on one
-worker, the headers of the common clients, body fields, and last the content: a request whose messages extend those of a
-recent request belongs to its session. A credential, an address, a trace or a request id never names a session.
-
-Keys are scoped by tenant and model, checked for length and characters, and hashed before they are stored.
+A session is found by the name that a request gives it (`gateway.naming`), or by its content: a request whose messages extend
+those of a recent request belongs to its session. Keys are scoped by tenant and model, and hashed before they are stored.
 """
 
-import re
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from os import urandom
 
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 from gateway.dialects import Reading
+from gateway.naming import Found, Naming
 from gateway.prompt import Prompt
+from gateway.sticky import Sticky
 from kv_index.pages import EMPTY, Pages
 
 ENDS = 3
@@ -28,41 +29,8 @@ MOST_SYMBOLS = 512 * 1024 * 1024
 NEAR = 4
 """Earlier ends that are tried one by one, latest first: an ordinary turn is found by the second."""
 
-LONGEST = 256
-"""Bytes of the longest key that is believed."""
-
-STICKY = b"x-warmroute-session"
-
-_AGENTS = (
-    b"x-claude-code-session-id",
-    b"session-id",
-    b"thread-id",
-    b"conversation-id",
-    b"x-session-affinity",
-    b"x-opencode-session",
-    b"x-task-id",
-    b"x-openwebui-chat-id",
-    b"x-litellm-session-id",
-    b"x-litellm-trace-id",
-    b"x-smg-routing-key",
-    b"x-grok-conv-id",
-)
-"""Headers of the common clients after ``x-session-id``; ``-`` and ``_`` are the same."""
-
-_LAST = b"x-correlation-id"
-_ANY = re.compile(rb"x-[a-z0-9-]*session-id\Z")
-_NEVER = frozenset((b"x-parent-session-id",))
-_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
-
-
-@dataclass(slots=True)
-class Found:
-    """The name of a session as a request gives it."""
-
-    source: str
-    value: bytes
-    child: bytes = b""
-    """Which sub-agent of it; a child session of its own."""
+KEPT = 8
+"""Turns of a session whose hits are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +71,20 @@ class Session:
     """Digests under which its content is known to `Sessions.by_content`: up to an answer or a tool's result."""
     asked: list[bytes] = field(default_factory=list)
     """The same, up to a user's message."""
+    why: str = ""
+    """Why its home is where it is: the reason of the choice that bound it."""
+    hits: list[tuple[int, int | None]] = field(default_factory=list)
+    """(prompt tokens, cached tokens) of its last `KEPT` turns, as the engine reported."""
+    told: dict[str, int] | None = None
+    """Workers that keep a reference of it until they are told that it ended -> its requests that run there."""
+    tool: str = ""
+    """The tool whose result its last turn brought; empty: a user spoke, or nothing is known."""
+    resting: bool = False
+    """It is not expected to come back soon: its home is not charged with it."""
+    gone: bool = False
+    """It was forgotten."""
+    _token: bytes | None = None
+    _token_home: int = 0
 
 
 class Sessions:
@@ -114,15 +96,27 @@ class Sessions:
         most: int = 200_000,
         idle: float = 1800.0,
         headers: Iterable[str] = (),
+        fields: Iterable[str] = (),
+        cookie: bool = False,
+        secret: bytes | None = None,
         homes: Callable[[int, int], None] = lambda target, change: None,
+        dropped: Callable[[Session], None] = lambda session: None,
     ) -> None:
         self.most = most
         self.idle = idle
-        self.configured = [name.lower().replace("_", "-").encode() for name in headers]
-        self._wanted = frozenset((*self.configured, STICKY, *_AGENTS, b"x-claude-code-agent-id", _LAST))
+        self.sticky = Sticky(secret or urandom(32))
+        self.naming = Naming(self.sticky, headers, fields, cookie)
         self._homes = homes
         """Told when a target gains or loses a home."""
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self._dropped = dropped
+        """Told when a session is forgotten."""
+        self.bound: Callable[[Session], None] | None = None
+        """Told when a session's home changes, and of its end."""
+        self.rest_after = idle
+        """Seconds of idling after which a session rests."""
+        self._live: OrderedDict[bytes, Session] = OrderedDict()
+        self._resting: OrderedDict[bytes, Session] = OrderedDict()
+        """Both in the order of their last use."""
         self._ends: dict[bytes, Session] = {}
         self._made = 0
         self._secret = int.from_bytes(urandom(8), "little")
@@ -132,78 +126,41 @@ class Sessions:
         self.expired = 0
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self._live) + len(self._resting)
 
     # -- identity ---------------------------------------------------------------------------------------------------
 
     def name(
-        self, named: Mapping[bytes, bytes], reading: Reading, memo: dict[object, object] | None = None
+        self, named: Mapping[bytes, bytes], reading: Reading, memo: dict[object, object] | None = None, tenant: int = 0
     ) -> Found | None:
-        """The session that a request names in its headers or body; ``None`` if it names none.
-
-        ``memo`` keeps what was found in headers that come again and again.
-        """
-        fields = memo.get("naming") if memo is not None else None
-        if not isinstance(fields, dict):
-            fields = self._naming(named)
-            if memo is not None:
-                memo["naming"] = fields
-        for header in self.configured:
-            value = _clean(fields.get(header))
-            if value is not None:
-                return Found("configured", value)
-        value = _clean(fields.get(STICKY))
-        if value is not None:
-            return Found("sticky", value)
-        if reading.conversation is not None:
-            value = _clean(reading.conversation.encode("utf-8", "replace"))
-            if value is not None:
-                return Found("conversation", value)
-        if fields:
-            value = _clean(fields.get(b"x-session-id"))
-            if value is not None:
-                return Found("x-session-id", value)
-            found = _agent(fields)
-            if found is not None:
-                return found
-        for source, text in reading.session():
-            value = _clean(text.encode("utf-8", "replace"))
-            if value is not None:
-                return Found(source, value)
-        value = _clean(fields.get(_LAST))
-        if value is not None:
-            return Found("x-correlation-id", value)
-        return None
-
-    def _naming(self, named: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-        """Those headers that could name a session, ``_`` read as ``-``: most requests have none."""
-        fields: dict[bytes, bytes] = {}
-        wanted = self._wanted
-        for low, value in named.items():
-            plain = low.replace(b"_", b"-") if b"_" in low else low
-            if plain in wanted or plain.endswith(b"session-id"):
-                fields[plain] = value
-        return fields
+        """The session that a request names; see `Naming.of`."""
+        return self.naming.of(named, reading, memo, tenant)
 
     def find(self, found: Found, tenant: str, model: str, now: float, dry: bool = False) -> Session:
         """The session of that name, made if it is new. ``dry``: nothing is stored or touched."""
-        key = _key(tenant, model, b"named", found.value)
-        parent = None
-        if found.child:
-            parent = key
-            key = _key(tenant, model, b"child", key + found.child)
-        session = self._sessions.get(key)
+        key, parent = keys_of(found, tenant, model)
+        session = None
+        if found.carried is not None:
+            # A token names the session itself, and to another model, or after a restart, another one of its own.
+            session = self.get(found.carried.key)
+            if session is not None and (session.tenant != tenant or session.model != model):
+                session = None
+        session = session or self.get(key)
         if session is None:
             session = Session(key, found.source, tenant, model, xxh3_64_intdigest(key), parent=parent)
             if not dry:
                 self._add(session)
-            if parent is not None and (mother := self._sessions.get(parent)) is not None:
+            if parent is not None and (mother := self.get(parent)) is not None:
                 session.pages = mother.pages
                 self.symbol_bytes += 0 if dry else len(mother.pages.symbols)
         if not dry:
             self._touch(session, now)
             self._bound()
         return session
+
+    def named(self, value: bytes, tenant: str, model: str) -> Session | None:
+        """The session of a name, without touching it."""
+        return self.get(_key(tenant, model, b"named", value))
 
     def by_content(
         self, prompt: Prompt, scope: int, tenant: str, model: str, now: float, dry: bool = False
@@ -228,7 +185,7 @@ class Sessions:
                 break
         if session is None:
             # A dry run sees the very session that the next request would make, and leaves it to be made.
-            key = xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
+            key = self._new_key(scope)
             session = Session(key, "content", tenant, model, xxh3_64_intdigest(key))
             if not dry:
                 self._made += 1
@@ -236,6 +193,9 @@ class Sessions:
         if not dry:
             self._touch(session, now)
         return session
+
+    def _new_key(self, scope: int) -> bytes:
+        return xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
 
     def _far_back(self, prompt: Prompt, view: memoryview, scope: int) -> Session | None:
         """The same over all earlier ends, in one pass over the text."""
@@ -252,7 +212,7 @@ class Sessions:
 
     def remember_content(self, session: Session, said: tuple[bytes, bool]) -> None:
         """Make ``session`` findable by what it said so far; one that was forgotten meanwhile stays so."""
-        if self._sessions.get(session.key) is not session:
+        if session.gone:
             return
         end, asks = said
         known = self._ends.get(end)
@@ -269,48 +229,62 @@ class Sessions:
 
     def keep_pages(self, session: Session, pages: Pages) -> None:
         """Remember the symbols of the session's last prompt, within a bound for all of them."""
-        if self._sessions.get(session.key) is not session:
+        if session.gone:
             return
         self.symbol_bytes += len(pages.symbols) - len(session.pages.symbols)
         session.pages = pages
         self._bound()
 
+    def token(self, session: Session, seed: int, home: int) -> bytes:
+        """The token that names ``session`` to its client, and its home; ``seed`` and ``home``: of tenant and target."""
+        if session._token is None or session._token_home != home:
+            session._token, session._token_home = self.sticky.seal(seed, session.key, home), home
+        return session._token
+
     def _bound(self) -> None:
         """Forget the oldest sessions until the symbols of the others are within their bound."""
-        while self.symbol_bytes > MOST_SYMBOLS and len(self._sessions) > 1:
+        while self.symbol_bytes > MOST_SYMBOLS and len(self) > 1:
             self.dropped += 1
-            self.drop(next(iter(self._sessions.values())))
+            self.drop(self._oldest())
 
     # -- homes and life ---------------------------------------------------------------------------------------------
 
-    def bind(self, session: Session, target: int) -> None:
+    def bind(self, session: Session, target: int, why: str = "") -> None:
         """``target`` is the session's home from now on; one that was forgotten meanwhile gets none."""
-        if session.home == target or self._sessions.get(session.key) is not session:
+        if session.home == target or session.gone:
             return
-        if session.home is not None:
+        if session.home is not None and not session.resting:
             self._homes(session.home, -1)
-        session.home = target
-        self._homes(target, 1)
+        session.home, session.why = target, why
+        if not session.resting:
+            self._homes(target, 1)
+        if self.bound is not None:
+            self.bound(session)
 
     def unbind(self, session: Session) -> None:
         """The session has no home now."""
         if session.home is not None:
-            self._homes(session.home, -1)
+            if not session.resting:
+                self._homes(session.home, -1)
             session.home = None
+            if self.bound is not None and not session.gone:
+                self.bound(session)
 
     def bind_partner(self, session: Session, target: int | None) -> None:
         """``target`` computes the session's prompts from now on; ``None``: nobody in particular."""
-        if session.partner == target or (target is not None and self._sessions.get(session.key) is not session):
+        if session.partner == target or (target is not None and session.gone):
             return
-        if session.partner is not None:
+        if session.partner is not None and not session.resting:
             self._homes(session.partner, -1)
         session.partner = target
-        if target is not None:
+        if target is not None and not session.resting:
             self._homes(target, 1)
+        if self.bound is not None and not session.gone:
+            self.bound(session)
 
     def unbind_all(self, target: int) -> None:
         """``target`` is gone: sessions at home there have none now. Costs the store."""
-        for session in self._sessions.values():
+        for session in self.all():
             if session.home == target:
                 self.unbind(session)
             if session.partner == target:
@@ -318,21 +292,46 @@ class Sessions:
             if session.tail_target == target:
                 session.tail_target = None
 
+    def at_home(self, target: int) -> list[Session]:
+        """Sessions whose home, or whose prefill engine, ``target`` is. Costs the store."""
+        return [session for session in self.all() if target in (session.home, session.partner)]
+
+    def children(self, session: Session) -> list[Session]:
+        """Sessions that name it as their parent. Costs the store."""
+        return [other for other in self.all() if other.parent == session.key]
+
     def sweep(self, now: float) -> None:
-        """Forget sessions that were idle for too long; the oldest stand first."""
+        """Forget sessions that were idle for too long, and let those rest that are not expected back soon."""
         until = now - self.idle
-        while self._sessions:
-            oldest = next(iter(self._sessions.values()))
+        while len(self):
+            oldest = self._oldest()
             if oldest.used > until:
-                return
+                break
+            if oldest.running:
+                self._touch(oldest, now)
+                continue
             self.expired += 1
             self.drop(oldest)
+        until = now - self.rest_after
+        while self._live:
+            oldest = next(iter(self._live.values()))
+            if oldest.used > until:
+                return
+            if oldest.running:
+                self._touch(oldest, now)
+                continue
+            del self._live[oldest.key]
+            self._resting[oldest.key] = oldest
+            self._count(oldest, -1)
+            oldest.resting = True
 
     def drop(self, session: Session) -> None:
         """Forget one session; one that was forgotten before takes its successor of the same name not with it."""
-        if self._sessions.get(session.key) is not session:
+        if session.gone:
             return
-        del self._sessions[session.key]
+        if self._live.pop(session.key, None) is None:
+            del self._resting[session.key]
+        session.gone = True
         self.symbol_bytes -= len(session.pages.symbols)
         session.pages = EMPTY
         for end in session.ends + session.asked:
@@ -341,49 +340,57 @@ class Sessions:
         session.asked.clear()
         self.unbind(session)
         self.bind_partner(session, None)
+        if self.bound is not None:
+            self.bound(session)
+        self._dropped(session)
 
     def get(self, key: bytes) -> Session | None:
         """By key, without touching it."""
-        return self._sessions.get(key)
+        return self._live.get(key) or self._resting.get(key)
+
+    def all(self) -> Iterable[Session]:
+        """Every session, the longest unused first. The store must not change meanwhile."""
+        return chain(self._resting.values(), self._live.values())
 
     def recent(self, limit: int) -> list[Session]:
         """The most recently used, newest first."""
-        newest = reversed(self._sessions.values())
-        return [session for _, session in zip(range(limit), newest, strict=False)]
+        return list(islice(chain(reversed(self._live.values()), reversed(self._resting.values())), limit))
+
+    def _oldest(self) -> Session:
+        return next(iter(self._resting.values() or self._live.values()))
+
+    def _count(self, session: Session, change: int) -> None:
+        for target in (session.home, session.partner):
+            if target is not None:
+                self._homes(target, change)
 
     def _add(self, session: Session) -> None:
-        while len(self._sessions) >= self.most:
+        while len(self) >= self.most:
             self.dropped += 1
-            self.drop(next(iter(self._sessions.values())))
-        self._sessions[session.key] = session
+            self.drop(self._oldest())
+        self._live[session.key] = session
 
     def _touch(self, session: Session, now: float) -> None:
         session.used = now
-        self._sessions.move_to_end(session.key)
+        if session.resting:
+            del self._resting[session.key]
+            self._live[session.key] = session
+            session.resting = False
+            self._count(session, 1)
+        else:
+            self._live.move_to_end(session.key)
+
+
+def keys_of(found: Found, tenant: str, model: str) -> tuple[bytes, bytes | None]:
+    """Keys of the session and of its parent, if it has one."""
+    if found.carried is not None:
+        return _key(tenant, model, b"sticky", found.value), None
+    key = _key(tenant, model, b"named", found.value)
+    if found.child:
+        parent = _key(tenant, model, b"child", key + found.parent) if found.parent else key
+        return _key(tenant, model, b"child", key + found.child), parent
+    return key, _key(tenant, model, b"named", found.parent) if found.parent else None
 
 
 def _key(tenant: str, model: str, space: bytes, value: bytes) -> bytes:
     return xxh3_128_digest(b"\x00".join((tenant.encode(), model.encode("utf-8", "replace"), space, value)))
-
-
-def _clean(value: bytes | None) -> bytes | None:
-    if not value or len(value) > LONGEST or _CONTROL.search(value):
-        return None
-    return value
-
-
-def _agent(fields: Mapping[bytes, bytes]) -> Found | None:
-    for header in _AGENTS:
-        value = _clean(fields.get(header))
-        if value is None:
-            continue
-        child = b""
-        if header == b"x-claude-code-session-id":
-            child = _clean(fields.get(b"x-claude-code-agent-id")) or b""
-        return Found(header.decode(), value, child)
-    for low, value in fields.items():
-        if low.startswith(b"x-") and low not in _NEVER and _ANY.match(low):
-            cleaned = _clean(value)
-            if cleaned is not None:
-                return Found("x-*-session-id", cleaned)
-    return None

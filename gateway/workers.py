@@ -18,9 +18,11 @@ from gateway.disagg import BOOTSTRAP_PORT, protocol_of
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.http.upstream import Pool
+from gateway.slots import Slots
 from policies.base import Role
 from policies.calibrate import Calibration
 from policies.charged import Charged
+from policies.returns import Gaps, Inflow
 
 UNTOLD = 20
 """Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""
@@ -92,6 +94,12 @@ class Facts:
     """Whether what it computed or got stays for later requests: SGLang's decode engines keep nothing by default."""
     stores: bool = False
     """Whether what it computes is written to a store that the engines of its pool share."""
+    refers: bool = False
+    """Whether it keeps a reference of each session that requests name, until it is told of the session's end."""
+    streams: bool = False
+    """Whether sessions can be opened on it that keep their KV between turns."""
+    slots: int | None = None
+    """Sequences that its cache holds, of which a request may name one."""
     missing: list[str] = field(default_factory=list)
     """Codes of `engines.audit`: what the engine does not offer."""
 
@@ -170,10 +178,13 @@ class Target(Charged):
         "calibration",
         "epoch",
         "failed_pairs",
+        "gaps",
+        "inflow",
         "load_report",
         "paused_firmly",
         "paused_until",
         "rank",
+        "slots",
         "worker",
     )
 
@@ -189,6 +200,11 @@ class Target(Charged):
         self.load_report: Load | None = None
         self.epoch = 0
         """Counts its engine's starts: what was promised in one is void in the next."""
+        self.inflow = Inflow()
+        self.gaps = Gaps()
+        """Until sessions came back here."""
+        self.slots: Slots | None = None
+        """What its slots hold, where requests can name one."""
         self.failed_pairs = 0
         """How often handing over KV failed, with whomever, since it last worked."""
 
@@ -232,6 +248,8 @@ class Worker:
         self.facts = Facts(engine=spec.engine or "generic")
         self.targets: list[Target] = []
         self.pool = Pool(self.host, self.port, tls=self.tls, limits=limits, outbox=outbox)
+        self.lingers = False
+        """It drains, and sessions at home there go on there until they are moved."""
         self.failures = 0
         """Probes and connections that failed in a row."""
         self.successes = 0

@@ -40,8 +40,10 @@ class Reading:
     __slots__ = (
         "apart",
         "conversation",
+        "field",
         "guarded",
         "ids",
+        "labelled",
         "make_prompt",
         "model",
         "namespace",
@@ -49,7 +51,10 @@ class Reading:
         "previous",
         "salt",
         "session",
+        "slotted",
+        "stateful",
         "stream",
+        "tool",
         "untold",
     )
 
@@ -64,6 +69,16 @@ class Reading:
         """Adapter, salt: what separates caches of one model."""
         self.session: Callable[[], Iterable[tuple[str, str]]] = tuple
         """(source, value) of each of the body's own namings of its session, the most telling first."""
+        self.field: Callable[[str], str | None] = no_field
+        """A field of the body by which an operator may have sessions told apart (`fields.NAMING`)."""
+        self.labelled = False
+        """The body has a ``session_id`` of its own."""
+        self.stateful = False
+        """The client drives a session of the engine's by itself (SGLang's ``session_params``)."""
+        self.slotted = False
+        """The client chose a slot of the engine's (llama.cpp's ``id_slot``)."""
+        self.tool: Callable[[], str | None] | None = None
+        """The tool whose result this prompt brings; ``None``: a user spoke."""
         self.previous: str | None = None
         """``previous_response_id``: state that one worker has."""
         self.conversation: str | None = None
@@ -78,6 +93,11 @@ class Reading:
         """It streams and did not ask for usage, in a dialect in which the gateway may."""
         self.make_prompt: Callable[[Thinking], Prompt] | None = None
         """Builds the canonical prompt, told what the template does with thinking; ``None`` when there is none."""
+
+
+def no_field(name: str) -> str | None:
+    """Of a body that was not read."""
+    return None
 
 
 class Dialect(Protocol):

@@ -71,6 +71,7 @@ class Anthropic:
             return reading
         if route.generates:
             reading.make_prompt = lambda thinking: messages_prompt(request, thinking)
+            reading.tool = lambda: _tool(request)
         return reading
 
     def error(self, fault: Fault) -> bytes:
@@ -112,6 +113,19 @@ class Anthropic:
             return Usage(None, counts.output_tokens, None)
         prompt = counts.input_tokens + (counts.cache_read_input_tokens or 0) + (counts.cache_creation_input_tokens or 0)
         return Usage(prompt, counts.output_tokens, counts.cache_read_input_tokens)
+
+
+def _tool(request: Messages) -> str | None:
+    """The tool whose result ends the request; ``None`` if something else does."""
+    messages = request.messages or ()
+    last = messages[-1].content if messages else None
+    if not isinstance(last, list) or not any(block.type == "tool_result" for block in last):
+        return None
+    for message in reversed(messages):
+        if message.role == "assistant" and isinstance(message.content, list):
+            names = [block.name for block in message.content if block.type == "tool_use"]
+            return (names[-1] or "") if names else ""
+    return ""
 
 
 class _Counts(msgspec.Struct):

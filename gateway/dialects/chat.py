@@ -62,6 +62,61 @@ class Responses(Common):
     tools: Field = UNSET
 
 
+def chat_tool(chat: Chat) -> str | None:
+    """The tool whose result ends the chat; ``None`` if something else does."""
+    messages = chat.messages or ()
+    if not messages or messages[-1].role != "tool":
+        return None
+    if messages[-1].name:
+        return messages[-1].name
+    for message in reversed(messages):
+        if message.role == "assistant":
+            return last_name(message.tool_calls)
+    return ""
+
+
+def last_name(calls: Field) -> str:
+    """The name of the last of some tool calls; empty if there is none."""
+    if isinstance(calls, UnsetType):
+        return ""
+    try:
+        found = _calls.decode(calls) or ()
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return found[-1].function.name or "" if found and found[-1].function is not None else ""
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function | None = None
+
+
+_calls = msgspec.json.Decoder(list[_Call] | None)
+
+
+def responses_tool(request: Responses) -> str | None:
+    """The same of a request for a response: items of the last answer's calls stand before their results."""
+    items = request.input
+    if not isinstance(items, list) or not items or _kind_of(items[-1])[0] != "function_call_output":
+        return None
+    for item in reversed(items):
+        kind, name = _kind_of(item)
+        if kind == "function_call":
+            return name
+    return ""
+
+
+def _kind_of(item: Raw) -> tuple[str, str]:
+    try:
+        found = _item.decode(item)
+    except (msgspec.DecodeError, RecursionError):
+        return "", ""
+    return found.type or "", found.name or ""
+
+
 def chat_prompt(chat: Chat, thinking: Thinking) -> Prompt:
     """Template parameters, tools, then the messages, as chat templates order them."""
     parts: list[bytes | Raw] = []
@@ -177,6 +232,8 @@ def responses_prompt(request: Responses) -> Prompt:
 
 class _Item(msgspec.Struct):
     role: str | None = None
+    type: str | None = None
+    name: str | None = None
 
 
 _item = msgspec.json.Decoder(_Item)

@@ -30,6 +30,9 @@ GUARDED = (
 )
 """Engines trust these blindly; only the gateway may set them."""
 
+NAMING = ("user", "safety_identifier", "metadata.user_id")
+"""Fields that tell who a user is: they name a session only where the operator says so."""
+
 _apart_values = attrgetter("extra_key", "lora_path")
 _NONE_APART = (UNSET, UNSET)
 _guarded_values = attrgetter(*GUARDED)
@@ -60,10 +63,12 @@ class Common(Guarded):
     prompt_cache_key: Field = UNSET
     session_id: Field = UNSET
     session_params: Field = UNSET
+    id_slot: Field = UNSET
     litellm_session_id: Field = UNSET
     metadata: Field = UNSET
     rid: Field = UNSET
     user: Field = UNSET
+    safety_identifier: Field = UNSET
     previous_response_id: Field = UNSET
     conversation: Field = UNSET
     cache_salt: Field = UNSET
@@ -121,6 +126,10 @@ def read_common(decoder: msgspec.json.Decoder[Typed], reading: Reading, body: by
     reading.stream = bool(common.stream)
     reading.guarded = guarded_in(common, body)
     reading.session = lambda: session_of(common)
+    reading.field = lambda name: named_in(common, name)
+    reading.labelled = common.session_id is not UNSET
+    reading.stateful = common.session_params is not UNSET
+    reading.slotted = common.id_slot is not UNSET
     if common.cache_salt is not UNSET:
         salt = common.cache_salt
         reading.salt = lambda: text_of(salt)
@@ -185,6 +194,20 @@ def splice(body: bytes, cut: tuple[str, ...] = (), add: dict[str, bytes] | None 
     parts = [msgspec.json.encode(name) + b":" + bytes(raw) for name, raw in members.items()]
     parts += [msgspec.json.encode(name) + b":" + raw for name, raw in (add or {}).items()]
     return b"{" + b",".join(parts) + b"}"
+
+
+def append(body: bytes, members: bytes) -> bytes:
+    """``body`` (a JSON object that is not empty) with ``members`` (JSON, without braces) at its end."""
+    return body.rstrip()[:-1] + b"," + members + b"}"
+
+
+def named_in(common: Common, name: str) -> str | None:
+    """The text of one of `NAMING`, else ``None``."""
+    if name == "metadata.user_id":
+        metadata = value_of(common.metadata)
+        value = metadata.get("user_id") if isinstance(metadata, dict) else None
+        return value if isinstance(value, str) and value else None
+    return text_of(getattr(common, name, UNSET))
 
 
 def session_of(common: Common) -> Iterable[tuple[str, str]]:

@@ -13,8 +13,10 @@ from gateway.dialects.chat import (
     Completions,
     Responses,
     chat_prompt,
+    chat_tool,
     completion_prompt,
     responses_prompt,
+    responses_tool,
     token_ids,
 )
 from gateway.dialects.fields import (
@@ -96,10 +98,12 @@ class OpenAI:
             reading.make_prompt = lambda thinking: _late_prompt(body, thinking)
         elif isinstance(common, Chat):
             reading.make_prompt = lambda thinking: chat_prompt(common, thinking)
+            reading.tool = lambda: chat_tool(common)
         elif isinstance(common, Responses):
             reading.previous = text_of(common.previous_response_id)
             reading.conversation = _conversation(common.conversation)
             reading.make_prompt = lambda thinking: responses_prompt(common)
+            reading.tool = lambda: responses_tool(common)
         else:
             reading.ids = cache(lambda: token_ids(common.prompt))
             reading.make_prompt = lambda thinking: completion_prompt(common.prompt)

@@ -27,6 +27,7 @@ class LlamaCpp:
         context = whole(settings.get("n_ctx")) if isinstance(settings, dict) else None
         facts.context_length = context
         facts.max_running = slots
+        facts.slots = slots if slots is not None and slots > 1 else None
         if slots and context:
             facts.kv_tokens = slots * context
         facts.block_size = 1

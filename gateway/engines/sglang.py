@@ -43,6 +43,8 @@ class SGLang:
         facts.stores = server.get("disaggregation_decode_enable_offload_kvcache") is True or bool(
             server.get("hicache_storage_backend")
         )
+        facts.refers = server.get("enable_session_radix_cache") is True
+        facts.streams = server.get("enable_streaming_session") is True
         if server.get("enable_cache_report") is False:
             facts.missing.append("usage_details")
         if server.get("disable_radix_cache") is True:

@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     add("--template", default="", metavar="FILE", help="jinja2 chat template of a real model")
     add("--host-tokens", type=int, default=0, metavar="N", help="room in host memory for what leaves the device")
     add("--disk-tokens", type=int, default=0, metavar="N", help="room on disk for what leaves host memory")
+    add("--session-refs", action="store_true", help="sglang: reference sessions until they are closed")
+    add("--streaming-sessions", action="store_true", help="sglang: sessions that keep their KV may be opened")
     _event_flags(arguments)
     _connector_flags(arguments)
     rates = Rates()
@@ -159,6 +161,8 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         offload_events=arguments.offload_events,
         hybrid=arguments.hybrid,
         hybrid_states=arguments.hybrid_states,
+        session_refs=arguments.session_refs,
+        streaming_sessions=arguments.streaming_sessions,
         ranks=arguments.ranks,
         events=arguments.events is not None,
         events_port=arguments.events,

@@ -12,12 +12,13 @@ from load_tests.engine.template import JSON
 
 
 class Traits(NamedTuple):
-    """What a request says besides its prompt and reply. ``rank`` None leaves the choice to the engine."""
+    """What a request says besides its prompt and reply. ``rank`` and ``slot`` None leave the choice to the engine."""
 
     namespace: str = ""
     session: str = ""
     report_all: bool = False
     rank: int | None = None
+    slot: int | None = None
 
 
 def traits_of(options: EngineOptions, headers: Mapping[str, str], body: JSON, namespace: str) -> Traits:
@@ -28,7 +29,13 @@ def traits_of(options: EngineOptions, headers: Mapping[str, str], body: JSON, na
     if options.dialect == "vllm":
         named += [headers.get("X-Session-ID"), xargs.get("session_id")]
     session = next((name for name in named if isinstance(name, str) and name), "")
-    return Traits(namespace, session, xargs.get("kv_cache_report_mode") == "full", rank_of(options, headers, body))
+    slot = None
+    if options.dialect == "llamacpp" and body.get("id_slot", -1) != -1:
+        slot = integer(body, "id_slot", 0)
+        if slot is not None and slot >= options.max_running:
+            raise ApiError(400, f"id_slot {slot} is not one of {options.max_running} slots", param="id_slot")
+    full = xargs.get("kv_cache_report_mode") == "full"
+    return Traits(namespace, session, full, rank_of(options, headers, body), slot)
 
 
 def rank_of(options: EngineOptions, headers: Mapping[str, str], body: JSON) -> int | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Holding:
     """What one sequence holds: created once, opened when admitted, closed when finished, aborted or preempted.
 
+    slot: the one that was asked for, where the cache has such.
     session labels the KV events that it causes; report_all: blocks it finds are told again, as if it stored them.
     marks and stated are a hybrid model's: positions whose state is kept, and up to where that has been done.
     sources: where the hit was found, once opened. loading: what it has room for is still to come, and is nobody's hit.
@@ -35,14 +36,18 @@ class Holding:
         "published",
         "report_all",
         "session",
+        "slot",
         "sources",
         "stated",
     )
 
-    def __init__(self, namespace: str = "", session: str = "", report_all: bool = False) -> None:
+    def __init__(
+        self, namespace: str = "", session: str = "", report_all: bool = False, slot: int | None = None
+    ) -> None:
         self.namespace = namespace
         self.session = session
         self.report_all = report_all
+        self.slot = slot
         self.open = False
         self.loading = False
         self.blocks: list[int] = []

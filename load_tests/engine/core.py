@@ -20,6 +20,7 @@ from load_tests.engine.publisher import EventBus, Events, Publisher
 from load_tests.engine.rank import Rank
 from load_tests.engine.recorder import Recorder
 from load_tests.engine.replies import Reply
+from load_tests.engine.sessions import OpenSessions
 from load_tests.engine.work import QueueFull, Work
 
 STORED_RESPONSES = 1000
@@ -57,6 +58,7 @@ class Core:
         publishers: Sequence[Publisher | None] = self._publishers or [None] * self.options.ranks
         self.ranks = [Rank(self.options, number, publisher) for number, publisher in enumerate(publishers)]
         self.sessions: set[str] = set()
+        self.opened = OpenSessions(self.options.streaming_sessions)
         self.responses: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.jobs: dict[str, Job] = {}
         self.connector = make_connector(self.options, self.faults, self.traffic, self._side_port)
@@ -130,7 +132,9 @@ class Core:
         body = body or {}
         rank = self.pick(self.connector.rank(body) if traits.rank is None else traits.rank)
         works = [
-            Work(prompt, reply.tokens if reply else (), traits.namespace, traits.session, traits.report_all)
+            Work(
+                prompt, reply.tokens if reply else (), traits.namespace, traits.session, traits.report_all, traits.slot
+            )
             for prompt, reply in zip(prompts, replies, strict=True)
         ]
         job = Job(rank.driver, works, [reply or EMPTY for reply in replies], rank.number)
@@ -178,6 +182,7 @@ class Core:
             **{name: sum(each[name] for each in ranks) for name in ranks[0]},
             "errors": self.errors,
             "sessions": len(self.sessions),
+            "opened_sessions": len(self.opened),
             "restarts": self.restarts,
             "disaggregation": self.connector.stats(self.ranks),
             "ranks": ranks,

@@ -182,6 +182,8 @@ async def server_info(core: Core, call: Call) -> web.StreamResponse:
             "load_balance_method": "follow_bootstrap_room" if options.role == "prefill" else "round_robin",
             "disable_radix_cache": not options.prefix_cache,
             "kv_events": _event_source(core),
+            "enable_session_radix_cache": options.session_refs,
+            "enable_streaming_session": options.streaming_sessions,
             "internal_states": [{"max_running_requests_per_dp": options.max_running} for _ in core.ranks],
             "version": SGLANG_VERSION,
         }
@@ -309,8 +311,14 @@ async def flush_cache(core: Core, call: Call) -> web.StreamResponse:
 
 
 async def close_session(core: Core, call: Call) -> web.StreamResponse:
+    """Always 200, also for a session that is not there."""
     core.sessions.discard(str(call.body.get("session_id")))
+    core.opened.close(str(call.body.get("session_id")))
     return web.Response()
+
+
+async def open_session(core: Core, call: Call) -> web.StreamResponse:
+    return await call.json(core.opened.open(call.body))
 
 
 async def abort_request(core: Core, call: Call) -> web.StreamResponse:

@@ -81,6 +81,9 @@ class EngineOptions:
     In real seconds as well: a prefill engine of sglang waits bootstrap_timeout for the decode engine, that waits
     waiting_timeout for the KV, and asks every ``heartbeat`` whether the other is alive, twice. decode_radix lets
     sglang's decode engine keep a prefix cache.
+
+    session_refs is sglang's --enable-session-radix-cache, as far as it can be seen from outside: sessions are referenced from
+    the first request that names them until they are closed. streaming_sessions is its --enable-streaming-session.
     """
 
     port: int = 0
@@ -133,6 +136,8 @@ class EngineOptions:
     heartbeat: float = 5.0
     decode_radix: bool = False
     shared_dir: str = ""
+    session_refs: bool = False
+    streaming_sessions: bool = False
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
@@ -165,6 +170,8 @@ class EngineOptions:
                 raise OptionError(f"{name} {getattr(self, name)} is no file")
         self._check_events()
         self._check_connector()
+        if self.dialect != "sglang" and (self.session_refs or self.streaming_sessions):
+            raise OptionError(f"{self.dialect} has no sessions")
         if (self.host_tokens or self.disk_tokens) and self.dialect == "llamacpp":
             raise OptionError("llamacpp has no tiers below the device")
         if self.hybrid:

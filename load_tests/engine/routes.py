@@ -53,6 +53,7 @@ ROUTES: list[Route] = [
     Route("POST", "/reset_prefix_cache", info.reset_prefix_cache, VLLM),
     Route("GET", "/flush_cache", info.flush_cache, SGLANG),
     Route("POST", "/flush_cache", info.flush_cache, SGLANG),
+    Route("POST", "/open_session", info.open_session, SGLANG),
     Route("POST", "/close_session", info.close_session, SGLANG),
     Route("POST", "/abort_request", info.abort_request, SGLANG),
 ]

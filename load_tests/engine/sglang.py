@@ -14,6 +14,7 @@ from load_tests.engine.errors import ApiError, stream_error
 from load_tests.engine.openai import begin, choices_of, note_session, request_name
 from load_tests.engine.prompts import prompts_of
 from load_tests.engine.replies import Reply, Wanted
+from load_tests.engine.sessions import Opened
 from load_tests.engine.speech import speak
 from load_tests.engine.template import JSON
 from load_tests.engine.usage import cached_details
@@ -91,6 +92,22 @@ async def generate(core: Core, call: Call) -> web.StreamResponse:
     if not isinstance(params, dict):
         raise ApiError(400, "sampling_params must be an object")
     count = choices_of(params)
+    session: Opened | None = None
+    if not batch and count == 1:
+        session, whole = core.opened.begin(body.get("session_params"), prompts[0])
+        prompts = [whole]
+    try:
+        return await _generate(core, call, prompts, count, params, batch, session)
+    except BaseException:
+        if session is not None and session.running:
+            core.opened.end(session, None)
+        raise
+
+
+async def _generate(
+    core: Core, call: Call, prompts: list[list[int]], count: int, params: JSON, batch: bool, session: Opened | None
+) -> web.StreamResponse:
+    body = call.body
     sequences = [prompt for prompt in prompts for _ in range(count)]
     replies = [
         speak(
@@ -123,6 +140,9 @@ async def generate(core: Core, call: Call) -> web.StreamResponse:
         return await call.json(results if batch or count > 1 else results[0])
     finally:
         core.end(name, job)
+        if session is not None:
+            work = job.works[0]
+            core.opened.end(session, work.tokens if work.state == "finished" else None)
 
 
 async def _refused(call: Call, error: ApiError) -> AsyncIterator[bytes]:

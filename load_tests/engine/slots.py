@@ -1,8 +1,8 @@
 """llama.cpp's cache: one sequence per slot, reused token by token by the next request in that slot.
 
-A request takes the free slot whose contents share the longest prefix with it, if that is at least a tenth of the
-prompt, else the one unused for longest. What follows the shared prefix in the slot is overwritten. Blocks here are
-tokens; slots are of equal size. (llama.cpp tools/server, --slot-prompt-similarity 0.10.)
+A request takes the slot that it asks for (id_slot), or the free slot whose contents share the longest prefix with it, if
+that is at least a tenth of the prompt, else the one unused for longest. What follows the shared prefix in the slot is
+overwritten. Blocks here are tokens; slots are of equal size. (llama.cpp tools/server, --slot-prompt-similarity 0.10.)
 """
 
 from __future__ import annotations
@@ -90,9 +90,13 @@ class SlotCache(KVCache):
         return sum(self._reserved[holding.blocks[0]] for holding in holdings if holding.open)
 
     def _best(self, holding: Holding, tokens: Sequence[int]) -> tuple[int, int]:
-        """(slot, shared tokens); slot -1 when all are busy."""
-        if not self._idle:
+        """(slot, shared tokens); slot -1 when all are busy, or the one that was asked for."""
+        if not self._idle or (holding.slot is not None and holding.slot not in self._idle):
             return -1, 0
+        if holding.slot is not None:
+            same = self.reuse and self._namespaces[holding.slot] == holding.namespace
+            shared = common_length(self._contents[holding.slot], list(tokens)) if same else 0
+            return holding.slot, min(shared, len(tokens) - 1)
         best, longest = next(iter(self._idle)), 0
         limit = len(tokens) - 1
         for slot in self._idle if self.reuse else ():

@@ -57,6 +57,7 @@ class Work:
     namespace: str = ""
     session: str = ""
     report_all: bool = False
+    slot: int | None = None
     owner: Any = None
     tokens: list[int] = field(init=False)
     holding: Holding = field(init=False)
@@ -80,7 +81,7 @@ class Work:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.holding = Holding(self.namespace, self.session, self.report_all)
+        self.holding = Holding(self.namespace, self.session, self.report_all, self.slot)
 
 
 @dataclass(slots=True)

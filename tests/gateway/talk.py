@@ -169,6 +169,13 @@ async def until_closed(port: int, data: bytes) -> bytes:
         return await client.rest()
 
 
+async def tell(running: Running, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """Status and JSON of a call to the control plane."""
+    url = f"http://127.0.0.1:{running.admin.port}{path}"
+    async with aiohttp.ClientSession() as http, http.request(method, url, json=body) as answer:
+        return answer.status, await answer.json()
+
+
 async def admin(running: Running, path: str) -> Any:
     """JSON of the control plane, or text."""
     url = f"http://127.0.0.1:{running.admin.port}{path}"

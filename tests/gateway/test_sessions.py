@@ -14,8 +14,10 @@ from xxhash import xxh3_64_intdigest
 
 from gateway.config import Config
 from gateway.dialects import Reading, all_dialects
+from gateway.naming import Found
 from gateway.prompt import Prompt, Thinking
-from gateway.sessions import Found, Session, Sessions
+from gateway.sessions import Session, Sessions
+from gateway.sticky import Sticky
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import Raw, admin, chat, once, request
 
@@ -23,6 +25,8 @@ DIALECTS = all_dialects()
 PATHS = {path: (dialect, route) for dialect in DIALECTS.values() for path, route in dialect.routes.items()}
 UUID = "0b9a6f0e-4c1d-4b7f-9a55-3d1f2e7c8a90"
 OTHER = "77777777-4c1d-4b7f-9a55-3d1f2e7c8a90"
+SECRET, KEY = b"secret of the tests", b"k" * 16
+TOKEN = Sticky(SECRET).seal(0, KEY, 0).decode()
 OLD_CLAUDE = f"user_{'ab12' * 16}_account_{OTHER}_session_{UUID}"
 NEW_CLAUDE = json.dumps({"device_id": "d" * 64, "account_uuid": OTHER, "session_id": UUID})
 
@@ -45,13 +49,13 @@ def name(
     """What the store makes of lower-case headers and a body."""
     named = {key.encode(): value.encode() for key, value in (headers or {}).items()}
     path = b"/v1/responses" if body and "conversation" in body else b"/v1/chat/completions"
-    return Sessions(headers=configured).name(named, read(body or {}, path))
+    return Sessions(headers=configured, secret=SECRET).name(named, read(body or {}, path))
 
 
 # Headers and bodies of the clients in order of precedence: what comes earlier wins.
 ORDER: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("configured", {"x-my-session": "v"}, {}),
-    ("sticky", {"x-warmroute-session": "v"}, {}),
+    ("sticky", {"x-warmroute-session": TOKEN}, {}),
     ("conversation", {}, {"conversation": {"id": "v"}}),
     ("x-session-id", {"x-session-id": "v"}, {}),
     ("x-claude-code-session-id", {"x-claude-code-session-id": "v"}, {}),
@@ -85,7 +89,7 @@ def test_every_client_s_way_of_naming_a_session_is_known(
     found = name(headers, body, configured=("X-My_Session",))
     assert found is not None
     assert found.source == source
-    assert found.value == (b"0123abcd" if source == "metadata.user_id" else b"v")
+    assert found.value == {"metadata.user_id": b"0123abcd", "sticky": KEY}.get(source, b"v")
     assert found.child == b""
 
 

@@ -1,0 +1,184 @@
+"""Moving sessions from target to target: when an operator asks for it, and when a worker drains.
+
+A worker that drains gets nothing new. Its sessions are given other homes, those first that are the cheapest to compute
+again, so that the dear ones have the most time to end by themselves; what runs there ends as it would, and its sessions move
+after that. With time to do it in, the moves are spread over it, and until its turn comes a session goes on where it was: the
+others meet its recomputation one by one, not all at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from gateway.errors import BadRequest, Fault, NoWorker
+from gateway.fleet import Fleet
+from gateway.metrics import Metrics
+from gateway.routing import Routing
+from gateway.sessions import Session, Sessions
+from gateway.workers import State, Target, Worker
+from policies.base import Role
+
+AT_ONCE = 2000
+"""Sessions that are moved in one step: each costs a decision."""
+
+
+@dataclass(eq=False)
+class Drain:
+    """One worker's."""
+
+    worker: Worker
+    began: float
+    until: float
+    """When the last session is to be gone."""
+    left: deque[Session] = field(default_factory=deque)
+    """Those that are to be moved, the cheapest to compute again first."""
+    total: int = 0
+    moved: int = 0
+    ended: int = 0
+    """Sessions that ended, or left by themselves, before they were moved."""
+    stuck: str | None = None
+    """Why they cannot be moved."""
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to move, and nothing runs there."""
+        return not self.left and not self.worker.running
+
+
+class Moving:
+    """See the module's head. Times are seconds on the loop's clock."""
+
+    def __init__(self, fleet: Fleet, sessions: Sessions, routing: Routing, metrics: Metrics) -> None:
+        self.fleet = fleet
+        self.sessions = sessions
+        self.routing = routing
+        self.metrics = metrics
+        self.drains: dict[str, Drain] = {}
+
+    # -- one session ------------------------------------------------------------------------------------------------
+
+    def move(self, session: Session, to: str | None) -> Target:
+        """Bind ``session`` to the target, or the worker, of that name; ``None``: to whom the policy prefers.
+
+        Raises `BadRequest` where it cannot be served there, `NoWorker` where nobody else can.
+        """
+        now = self.fleet.clock()
+        if to is None:
+            target = self.routing.rehome(session, now)
+        else:
+            target = self._named(to)
+            if not self.fleet.serves(target.worker, session.model):
+                raise BadRequest(f"{to} does not serve {session.model!r}, the session's model", param="to")
+            if not self.fleet.usable(target, now):
+                raise BadRequest(f"{to} cannot be used now: it is {target.worker.state}", param="to")
+            if target.role is Role.PREFILL:
+                raise BadRequest(f"{to} only computes prompts: a session is at home where it is answered", param="to")
+        self._bind(session, target, "asked")
+        return target
+
+    def _named(self, name: str) -> Target:
+        for target in self.fleet.targets.values():
+            if name in (target.name, target.worker.id):
+                return target
+        raise BadRequest(f"no target is called {name!r}; GET /workers lists them", param="to")
+
+    def _bind(self, session: Session, target: Target, why: str) -> None:
+        if session.home != target.id:
+            self.sessions.bind(session, target.id, "moved_by_operator" if why == "asked" else why)
+            # Who computed its prompts may be of another pool: the policy finds one.
+            self.sessions.bind_partner(session, None)
+            self.metrics.migrations.add((why,))
+
+    # -- a worker ---------------------------------------------------------------------------------------------------
+
+    def drain(self, worker: Worker, over: float = 0.0) -> Drain:
+        """Send ``worker`` nothing new and move its sessions away within ``over`` seconds; again for one that drains: only the
+        time changes."""
+        now = self.fleet.clock()
+        self.fleet.set_state(worker, State.DRAINING, "drained by the operator")
+        drain = self.drains.get(worker.id)
+        if drain is None:
+            drain = self.drains[worker.id] = Drain(worker, now, now + over)
+            ids = {target.id for target in worker.targets}
+            there = [session for id_ in ids for session in self.sessions.at_home(id_)]
+            drain.left.extend(sorted(dict.fromkeys(there), key=self._dear))
+            drain.total = len(drain.left)
+        drain.until = now + over
+        worker.lingers = over > 0.0
+        self._step(drain, now)
+        return drain
+
+    def resume(self, worker: Worker) -> None:
+        """It takes new requests again, and keeps the sessions that it has."""
+        self.drains.pop(worker.id, None)
+        worker.lingers = False
+
+    def sweep(self, now: float) -> None:
+        """Twice a second: go on with what drains."""
+        for id_, drain in list(self.drains.items()):
+            if self.fleet.workers.get(id_) is not drain.worker:
+                del self.drains[id_]
+            elif drain.left:
+                self._step(drain, now)
+            elif drain.worker.lingers:
+                drain.worker.lingers = False
+
+    def progress(self, worker: Worker) -> dict[str, Any] | None:
+        """How far its drain is; ``None`` if it does not drain."""
+        drain = self.drains.get(worker.id)
+        if drain is None:
+            return None
+        return {
+            "sessions": drain.total,
+            "moved": drain.moved,
+            "ended": drain.ended,
+            "left": len(drain.left),
+            "running": worker.running,
+            "seconds": round(self.fleet.clock() - drain.began, 3),
+            "done": drain.done,
+            "stuck": drain.stuck,
+        }
+
+    def _dear(self, session: Session) -> float:
+        """Seconds to compute it again, as far as is known."""
+        home = None if session.home is None else self.fleet.targets.get(session.home)
+        tokens = (session.prompt_tokens or 0) + session.tail_tokens
+        return 0.0 if home is None else home.rates.prefill(tokens, 0)
+
+    def _step(self, drain: Drain, now: float) -> None:
+        """Move as many as are due."""
+        ids = {target.id for target in drain.worker.targets}
+        seconds = drain.until - now
+        # One step every half second.
+        due = len(drain.left) if seconds <= 0.5 else ceil(len(drain.left) / (2.0 * seconds))
+        drain.stuck = None
+        for _ in range(min(due, AT_ONCE)):
+            session = drain.left.popleft()
+            if session.gone or (session.home not in ids and session.partner not in ids):
+                drain.ended += 1
+                continue
+            if session.running:
+                # Its turn ends first; meanwhile others move.
+                drain.left.append(session)
+                continue
+            try:
+                self._away(session, ids, now)
+            except Fault as fault:
+                drain.left.appendleft(session)
+                drain.stuck = fault.message
+                return
+            drain.moved += 1
+        if not drain.left:
+            drain.worker.lingers = False
+
+    def _away(self, session: Session, ids: set[int], now: float) -> None:
+        if session.home not in ids:
+            self.sessions.bind_partner(session, None)
+            return
+        target = self.routing.rehome(session, now)
+        if target.id in ids:
+            raise NoWorker("nobody else can serve its sessions now")
+        self._bind(session, target, "drained")

@@ -1,0 +1,66 @@
+"""The token by which a client that names no session can name one: signed, opaque, and without a store behind it.
+
+It carries the session's key and its home, so that a gateway that never saw the session sends it where its cache is: another
+replica with the same secret, or this one after a restart. The payload is enciphered with a stream made from its own tag (a
+synthetic initial vector, RFC 5297, with keyed BLAKE2b for both parts), so it shows nothing, not even that two sessions share
+a home, and cannot be made up.
+"""
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error
+from hashlib import blake2b
+from hmac import compare_digest
+from struct import Struct
+from typing import NamedTuple
+
+_PAYLOAD = Struct("<16sQ")
+_SCOPE = Struct("<Q")
+_TAG = 8
+LENGTH = 43
+"""Characters of a token: 32 bytes without padding."""
+
+
+class Carried(NamedTuple):
+    """What a token says."""
+
+    key: bytes
+    """16 bytes: the session's key."""
+    home: int
+    """Seed of the home's name; 0: none."""
+
+
+class Sticky:
+    """Makes and reads tokens with one secret of any length."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._tag_key = blake2b(secret, person=b"warmroute tag").digest()
+        self._stream_key = blake2b(secret, person=b"warmroute text").digest()
+
+    def seal(self, tenant: int, key: bytes, home: int) -> bytes:
+        """A token for the tenant of that seed."""
+        payload = _PAYLOAD.pack(key, home)
+        tag = self._tag(tenant, payload)
+        return urlsafe_b64encode(tag + self._crypt(tag, payload)).rstrip(b"=")
+
+    def open(self, tenant: int, token: bytes) -> Carried | None:
+        """What it says; ``None`` for one that was not made here, or for another tenant."""
+        if len(token) != LENGTH:
+            return None
+        try:
+            raw = urlsafe_b64decode(token + b"=")
+        except (Error, ValueError):
+            return None
+        if len(raw) != _TAG + _PAYLOAD.size:
+            return None
+        tag = raw[:_TAG]
+        payload = self._crypt(tag, raw[_TAG:])
+        if not compare_digest(tag, self._tag(tenant, payload)):
+            return None
+        return Carried(*_PAYLOAD.unpack(payload))
+
+    def _tag(self, tenant: int, payload: bytes) -> bytes:
+        return blake2b(_SCOPE.pack(tenant) + payload, key=self._tag_key, digest_size=_TAG).digest()
+
+    def _crypt(self, tag: bytes, text: bytes) -> bytes:
+        stream = blake2b(tag, key=self._stream_key, digest_size=len(text)).digest()
+        return (int.from_bytes(text, "little") ^ int.from_bytes(stream, "little")).to_bytes(len(text), "little")
