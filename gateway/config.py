@@ -190,7 +190,12 @@ class SessionsConfig:
     cookie: bool = False
     """Whether the token is set as a cookie too, and read from it."""
     secret: Secret | None = None
-    """What tokens are sealed with: the same for all replicas, and over restarts. Random if not given."""
+    """What tokens are sealed with: the same for all replicas, and over restarts. If not given: ``isolation_key``, or what the
+    state file keeps, or a random one."""
+    state: str | None = None
+    """A file that keeps the homes of sessions over a restart."""
+    redis: Secret | None = None
+    """The same in Redis: redis://host:port/db."""
 
 
 @dataclass(slots=True)

@@ -442,6 +442,8 @@ class Routing:
         session.tail_tokens = max(0, (usage.completion or 0) - 1) if usage is not None else 0
         session.tail_target = target.id if keeps else None
         session.ended = now
+        if self.sessions.turned is not None:
+            self.sessions.turned(session, now)
         # Of a pair only the events of the one that computed were asked for.
         told = ask.stored is not None and computes is target
         session.awaits = (ask.stored or 0) + blocks_of(usage, target) if told else 0

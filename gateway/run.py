@@ -25,6 +25,7 @@ from gateway.fleet import Fleet
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
+from gateway.keeping import FileStore, Keeper, RedisStore, Store, Unsaved
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
 from gateway.moving import Moving
@@ -68,13 +69,15 @@ class Running:
         self.pool: Pool | None = None
         self._asked = 0
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
+        self.keeper: Keeper | None = None
+        store = _store(config)
         self.sessions = Sessions(
             most=config.sessions.max,
             idle=config.sessions.idle,
             headers=config.sessions.headers,
             fields=config.sessions.fields,
             cookie=config.sessions.cookie,
-            secret=_secret(config),
+            secret=_secret(config, store),
             homes=self._homes,
             dropped=self._dropped,
         )
@@ -108,6 +111,9 @@ class Running:
         self.gateway.lifecycle = self.lifecycle
         self.moving = Moving(self.fleet, self.sessions, self.gateway.routing, self.metrics)
         self.sessions.bound = self._bound
+        if store is not None:
+            self.keeper = Keeper(store, self.sessions, self.fleet)
+            self.sessions.turned = self.keeper.used
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
@@ -145,6 +151,8 @@ class Running:
         )
         self.port = self._listener.sockets[0].getsockname()[1]
         await self.admin.start()
+        if self.keeper is not None:
+            await self.keeper.start()
         await self.probe.start()
         self.lifecycle.start()
         self._upkeep = loop.create_task(self._tick(), name="upkeep")
@@ -176,6 +184,8 @@ class Running:
             await recorder.stop()
         await gateway.pairs.stop()
         await self.lifecycle.stop(CLOSING)
+        if self.keeper is not None:
+            await self.keeper.stop()
         await self.probe.stop()
         await self.subscriptions.stop()
         if self._upkeep is not None:
@@ -289,6 +299,8 @@ class Running:
     def _described(self, worker: Worker) -> None:
         self.gateway.routing.holdings.described(worker)
         self.subscriptions.watch(worker)
+        if self.keeper is not None:
+            self.keeper.arrived(worker)
         self._warn(worker)
 
     def _warn(self, worker: Worker) -> None:
@@ -329,6 +341,8 @@ class Running:
         """Its home is another, or none."""
         if session.told is not None:
             self.lifecycle.moved(session)
+        if self.keeper is not None:
+            self.keeper.changed(session)
 
     def _dropped(self, session: Session) -> None:
         """It was forgotten."""
@@ -376,10 +390,23 @@ def make_limits(config: Config) -> tuple[Inward, Outward]:
     return inward, outward
 
 
-def _secret(config: Config) -> bytes | None:
-    """What session tokens are sealed with; ``None``: a random one."""
+def _store(config: Config) -> Store | None:
+    """Where sessions are kept over a restart, if anywhere."""
+    if config.sessions.redis is not None:
+        return RedisStore(str(config.sessions.redis), config.sessions.idle)
+    return None if config.sessions.state is None else FileStore(config.sessions.state)
+
+
+def _secret(config: Config, store: Store | None) -> bytes | None:
+    """What session tokens are sealed with; ``None``: a random one. Raises `ConfigError` for a state file that is none."""
+    kept = None
+    if isinstance(store, FileStore):
+        try:
+            kept = store.secret_of()
+        except Unsaved as error:
+            raise ConfigError([Problem(None, "sessions.state", str(error))]) from None
     told = config.sessions.secret or config.isolation_key
-    return None if told is None else str(told).encode()
+    return kept if told is None else str(told).encode()
 
 
 def make_tenants(config: Config) -> Tenants:

@@ -83,6 +83,10 @@ class Session:
     """It is not expected to come back soon: its home is not charged with it."""
     gone: bool = False
     """It was forgotten."""
+    saved: float = 0.0
+    """When it was last saved, where sessions are kept over restarts."""
+    awaited: tuple[str | None, str | None] | None = None
+    """Names of the home and the partner that it had before a restart."""
     _token: bytes | None = None
     _token_home: int = 0
 
@@ -112,6 +116,8 @@ class Sessions:
         """Told when a session is forgotten."""
         self.bound: Callable[[Session], None] | None = None
         """Told when a session's home changes, and of its end."""
+        self.turned: Callable[[Session, float], None] | None = None
+        """Told when a turn of a session ended."""
         self.rest_after = idle
         """Seconds of idling after which a session rests."""
         self._live: OrderedDict[bytes, Session] = OrderedDict()
@@ -343,6 +349,16 @@ class Sessions:
         if self.bound is not None:
             self.bound(session)
         self._dropped(session)
+
+    def restore(self, session: Session, used: float) -> bool:
+        """Take a session back that was kept over a restart; whether there was room, and none of that key."""
+        if session.key in self._live or session.key in self._resting or len(self) >= self.most:
+            return False
+        session.used = used
+        self._live[session.key] = session
+        for end in session.ends + session.asked:
+            self._ends.setdefault(end, session)
+        return True
 
     def get(self, key: bytes) -> Session | None:
         """By key, without touching it."""
