@@ -49,6 +49,7 @@ from gateway.naming import clean
 from gateway.pairs import Pairs
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
 from gateway.records import Recorder
+from gateway.roots import Roots
 from gateway.routing import Routing, draw_of
 from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant, Tenants
@@ -123,6 +124,8 @@ class Gateway:
         self.recorder: Recorder | None = None
         self.lifecycle: Lifecycle | None = None
         """Tells engines of the ends of sessions."""
+        self.roots: Roots | None = None
+        """Counts the starts that sessions share."""
         self.tokens = tokens
         """Whether clients that name no session are given a token that does."""
         self.ending = False
@@ -231,6 +234,9 @@ class Gateway:
         if self.fleet.staged and route.generates and not reading.opaque:
             ask.takes = self.pairs.takes(route.kind, incoming.body)
         ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
+        if ask.new_session and ask.prompt is not None and self.roots is not None:
+            salt = self.salt(ask) if tenant.isolated else None
+            self.roots.saw(ask, ask.prompt, incoming.path, incoming.body, salt, started)
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.start()
 

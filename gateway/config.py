@@ -199,6 +199,16 @@ class SessionsConfig:
 
 
 @dataclass(slots=True)
+class WarmingConfig:
+    """Engines that start with an empty cache are sent the starts that many sessions share."""
+
+    starts: int = 8
+    """For each engine; 0 sends none."""
+    seconds: Seconds = 30.0
+    """How long that may take."""
+
+
+@dataclass(slots=True)
 class IndexConfig:
     """The prefix index."""
 
@@ -261,6 +271,7 @@ class Config:
     """Whether requests without a key are served although there are tenants."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
+    warming: WarmingConfig = field(default_factory=WarmingConfig)
     retries: Retries = field(default_factory=Retries)
     timeouts: Timeouts = field(default_factory=Timeouts)
     probes: Probes = field(default_factory=Probes)

@@ -55,6 +55,8 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     _check_secret("admin.token", config.admin.token, wrong)
     if not _loopback(config.admin.host) and not config.admin.token:
         wrong("admin.host", "the admin port listens beyond loopback: set admin.token, or host 127.0.0.1")
+    if not 0 <= config.warming.starts <= 64:
+        wrong("warming.starts", "must be from 0 (none) to 64")
     if not 1 <= config.retries.attempts <= 10:
         wrong("retries.attempts", "must be from 1 (no retry) to 10")
     if not 0 <= config.retries.budget <= 1:

@@ -48,6 +48,8 @@ class Fleet:
         self.limits = limits or Outward()
         self.went_down: Callable[[Worker], None] = lambda worker: None
         """Told when a worker does not answer any more."""
+        self.began: Callable[[int], None] = lambda target: None
+        """Told when a target begins to serve with an empty cache, or with one that is not known."""
         self.outbox = outbox
         self.forget = forget
         """Told when what a target held is gone: removal, restart."""
@@ -181,6 +183,7 @@ class Fleet:
         for target in worker.targets:
             target.share = self._share(worker, now)
             target.forgive(target.calibration, now, always=True)
+            self.began(target.id)
 
     def _share(self, worker: Worker, now: float) -> float:
         """Slow start of whoever joins a fleet at work; those that start together with the gateway share evenly."""

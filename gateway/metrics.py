@@ -264,6 +264,11 @@ class Metrics:
         self.migrations = Counter(
             "warmroute_session_migrations", "Sessions given another home between their turns, by why.", ("reason",)
         )
+        self.warmed = Counter(
+            "warmroute_warmed_starts",
+            "Shared starts of prompts sent to engines with empty caches, by outcome.",
+            ("target", "outcome"),
+        )
         self.session_closes = Counter(
             "warmroute_session_closes", "Ends of sessions that engines were to be told of.", ("outcome",)
         )

@@ -116,7 +116,14 @@ class Probe:
                 return generic
         raise Malformed("it answers like no engine")
 
-    async def ask(self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None) -> Answer:
+    async def ask(
+        self,
+        worker: Worker,
+        path: str,
+        method: str = "GET",
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Answer:
         """``path`` of ``worker``. Raises `WorkerFault`, or `NoConnection` where this machine lacks what it takes."""
         assert self._session is not None
         key = worker.spec.api_key
@@ -128,6 +135,7 @@ class Probe:
                 headers={
                     **({"authorization": f"Bearer {key}"} if key else {}),
                     **({"content-type": "application/json"} if body is not None else {}),
+                    **(headers or {}),
                 },
                 ssl=worker.tls or True,
                 allow_redirects=False,

@@ -48,10 +48,11 @@ class Prompt:
 
     ``parts`` are the pieces that ``text`` is joined from; each of ``ends`` is how many of them stand before the end of a
     message, and the last message ends the prompt. Leading system messages are no ends: they are shared, not said.
-    ``asks``: the last message is a user's, so that what is said up to here stays as it is when thinking is dropped.
+    ``asks``: the last message is a user's, so that what is said up to here stays as it is when thinking is dropped. ``lead``:
+    bytes before all parts, and how many parts, stand before the first message that is not the system's.
     """
 
-    __slots__ = ("_ends", "_parts", "asks", "messages", "text")
+    __slots__ = ("_ends", "_lead", "_parts", "asks", "messages", "text")
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Prompt:
         text: bytes | None = None,
         asks: bool = False,
         messages: int | None = None,
+        lead: tuple[int, int] = (0, 0),
     ) -> None:
         self.text = b"".join(parts) if text is None else text  # type: ignore[arg-type]
         self.asks = asks
@@ -67,6 +69,13 @@ class Prompt:
         """How many messages it has, those of the system included."""
         self._parts = parts
         self._ends = ends
+        self._lead = lead
+
+    @property
+    def lead(self) -> int:
+        """Bytes of ``text`` before the first message that is not the system's: what sessions may share."""
+        size, parts = self._lead
+        return size + sum([_size(part) for part in self._parts[:parts]])
 
     @property
     def says(self) -> bool:

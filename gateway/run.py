@@ -34,6 +34,7 @@ from gateway.probe import Probe
 from gateway.prompt import Thinking
 from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
+from gateway.roots import Roots, Warming
 from gateway.sessions import Session, Sessions
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
@@ -111,6 +112,19 @@ class Running:
         self.gateway.lifecycle = self.lifecycle
         self.moving = Moving(self.fleet, self.sessions, self.gateway.routing, self.metrics)
         self.sessions.bound = self._bound
+        warming = config.warming
+        roots = Roots()
+        self.gateway.roots = roots if warming.starts else None
+        self.warming = Warming(
+            self.fleet,
+            self.index,
+            roots,
+            self.metrics,
+            self.probe.ask,
+            most=warming.starts,
+            seconds=warming.seconds,
+        )
+        self.fleet.began = self.index.lost = self.warming.empty
         if store is not None:
             self.keeper = Keeper(store, self.sessions, self.fleet)
             self.sessions.turned = self.keeper.used
@@ -183,6 +197,7 @@ class Running:
             recorder, gateway.recorder = gateway.recorder, None
             await recorder.stop()
         await gateway.pairs.stop()
+        await self.warming.stop()
         await self.lifecycle.stop(CLOSING)
         if self.keeper is not None:
             await self.keeper.stop()

@@ -166,6 +166,8 @@ class PrefixIndex:
         self.radix = radix
         self.blocks = blocks
         self.moved = moved
+        self.lost: Callable[[int], None] = lambda target: None
+        """Told when a target holds nothing any more."""
         self.trust: dict[int, Trust] = {}
         self.low: dict[int, Rung] = {}
         """Targets below `Rung.PREDICTED`."""
@@ -406,6 +408,7 @@ class PrefixIndex:
         """``target`` holds nothing of what was routed there: restart, reset. Of `blocks` its events tell."""
         self.radix.clear(target)
         self._flying.clear(target)
+        self.lost(target)
         trust = self.of(target)
         trust.wrong = trust.agreed = trust.strayed = trust.nothing = 0
 

@@ -174,6 +174,7 @@ def messages_prompt(request: Messages, thinking: Thinking) -> Prompt:
     else:
         for block in request.system or []:
             parts.append(encode(_without_billing(block.text or "")))
+    lead = len(parts)
     messages = request.messages or []
     last_user = 0
     if thinking is not Thinking.KEEP:
@@ -191,7 +192,7 @@ def messages_prompt(request: Messages, thinking: Thinking) -> Prompt:
                 _block(parts, block, thinking=at >= shown)
         ends.append(len(parts))
     asks = bool(messages) and messages[-1].role == "user" and not _only_results(messages[-1])
-    return Prompt(parts, ends, asks=asks)
+    return Prompt(parts, ends, asks=asks, lead=(0, lead))
 
 
 def _block(parts: list[bytes | Raw], block: Block, thinking: bool) -> None:

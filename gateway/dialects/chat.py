@@ -135,6 +135,8 @@ def chat_prompt(chat: Chat, thinking: Thinking) -> Prompt:
                 break
     shown = thinking.shown_from(last_user, len(messages))
     ends: list[int] = []
+    lead = len(parts)
+    leading = _shared(messages)
     for at, message in enumerate(messages):
         parts.append(_ROLES.get(message.role or "") or _role(message.role))
         content = message.content
@@ -144,7 +146,8 @@ def chat_prompt(chat: Chat, thinking: Thinking) -> Prompt:
             _message(parts, message, at >= shown)
         ends.append(len(parts))
     asks = bool(messages) and messages[-1].role == "user"
-    return Prompt(parts, ends[_shared(messages) :], asks=asks, messages=len(messages))
+    lead = ends[leading - 1] if leading else lead
+    return Prompt(parts, ends[leading:], asks=asks, messages=len(messages), lead=(0, lead))
 
 
 def _plain(head: list[bytes | Raw], messages: list[Message]) -> Prompt | None:
@@ -156,11 +159,13 @@ def _plain(head: list[bytes | Raw], messages: list[Message]) -> Prompt | None:
         text = "".join(parts)  # type: ignore[arg-type]
     except (KeyError, TypeError):
         return None
-    whole = b"".join(head) + text.encode("utf-8", "surrogatepass")
+    start = b"".join(head)
+    whole = start + text.encode("utf-8", "surrogatepass")
+    leading = 2 * _shared(messages)
     # The head counts as part of the first message.
-    ends = range(2 * _shared(messages) + 2, len(parts) + 1, 2)
+    ends = range(leading + 2, len(parts) + 1, 2)
     asks = bool(messages) and messages[-1].role == "user"
-    return Prompt(parts, ends, whole, asks, len(messages))  # type: ignore[arg-type]
+    return Prompt(parts, ends, whole, asks, len(messages), (len(start), leading))  # type: ignore[arg-type]
 
 
 def _shared(messages: list[Message]) -> int:
@@ -217,6 +222,7 @@ def responses_prompt(request: Responses) -> Prompt:
     if request.instructions:
         parts += (b"\x00\x02system\x00\x03", encode(request.instructions))
     ends: list[int] = []
+    lead = len(parts)
     if isinstance(request.input, str):
         parts += (b"\x00\x02user\x00\x03", encode(request.input))
         ends.append(len(parts))
@@ -227,7 +233,7 @@ def responses_prompt(request: Responses) -> Prompt:
             shared = shared and _item_role(item) in ("system", "developer")
             if not shared:
                 ends.append(len(parts))
-    return Prompt(parts, ends, asks=True, messages=1 if parts else 0)
+    return Prompt(parts, ends, asks=True, messages=1 if parts else 0, lead=(0, lead))
 
 
 class _Item(msgspec.Struct):
