@@ -20,6 +20,7 @@ from gateway.config import shown
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
 from gateway.errors import BadRequest, Fault, NotFound
+from gateway.portrait import brief, whole
 from gateway.routing import draw_of
 from gateway.sessions import Session
 from gateway.workers import State, Worker, WorkerSpec
@@ -272,11 +273,13 @@ class AdminSite:
         if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= 1000:
             raise BadRequest("limit must be from 1 to 1000", param="limit")
         found = self.running.sessions.recent(int(text))
-        return _json({"total": len(self.running.sessions), "sessions": [self._session(session) for session in found]})
+        return _json(
+            {"total": len(self.running.sessions), "sessions": [brief(self.running, session) for session in found]}
+        )
 
     async def session(self, request: web.Request) -> web.Response:
-        """One session."""
-        return _json(self._session(self._find_session(request)))
+        """One session: its turns, home and why, holdings, hits, breaks, parent and children, and whether its KV will last."""
+        return _json(whole(self.running, self._find_session(request)))
 
     async def remove_session(self, request: web.Request) -> web.Response:
         """Forget a session; its next request is placed anew."""
@@ -291,7 +294,7 @@ class AdminSite:
         if set(body) - {"to"} or not isinstance(body.get("to", ""), str):
             raise BadRequest("what can be given is {'to': '<name of a target>'}", param="to")
         self.running.moving.move(session, body.get("to"))
-        return _json(self._session(session))
+        return _json(whole(self.running, session))
 
     def _find_session(self, request: web.Request) -> Session:
         text = request.match_info["id"]
@@ -302,20 +305,6 @@ class AdminSite:
         if session is None:
             raise NotFound(f"no session is called {text!r}; GET /sessions lists the recent ones")
         return session
-
-    def _session(self, session: Session) -> dict[str, Any]:
-        home = None if session.home is None else self.running.fleet.targets.get(session.home)
-        return {
-            "id": session.key.hex(),
-            "source": session.source,
-            "tenant": session.tenant,
-            "model": session.model,
-            "home": None if home is None else home.name,
-            "turns": session.turns,
-            "running": session.running,
-            "prompt_tokens": session.prompt_tokens,
-            "idle_seconds": round(self.running.gateway.clock() - session.used, 3),
-        }
 
     # -- the dry run and the configuration --------------------------------------------------------------------------
 

@@ -563,6 +563,10 @@ class Gateway:
         self.defects += 1
         log.exception("defect while %s", doing)
 
+    def breaks(self, session: Session) -> list[dict[str, object]]:
+        """Where the session's prompts broke from those before, as far as it was examined."""
+        return []
+
     # -- answers of our own -----------------------------------------------------------------------------------------
 
     def told(self, exchange: Exchange) -> bytes:

@@ -434,6 +434,8 @@ class Routing:
         if said is not None and ask.ids and keeps:
             ask.pages = self.holdings.said(ask, target, ask.ids + said[:-4], now)
         self.sessions.keep_pages(session, ask.pages)
+        if session.namespace != ask.namespace:
+            session.namespace = ask.namespace
         session.prompt_bytes = size
         session.prompt_tokens = usage.prompt if usage is not None else None
         if session.prompt_tokens is None and ask.ids is not None:

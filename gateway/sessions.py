@@ -51,6 +51,8 @@ class Session:
     parent: bytes | None = None
     pages: Pages = EMPTY
     """Symbols of the last prompt."""
+    namespace: bytes = b""
+    """In which they were looked up."""
     prompt_bytes: int = 0
     prompt_tokens: int | None = None
     """As the engine reported for the last prompt."""

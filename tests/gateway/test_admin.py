@@ -378,7 +378,7 @@ async def test_sessions_are_listed_newest_first_and_removed(gateway: Begin, engi
     assert row["home"] in running.fleet.workers
     assert row["prompt_tokens"] > 0
     _, one = await call(running, "GET", f"/sessions/{row['id']}")
-    assert {**one, "idle_seconds": 0} == {**row, "idle_seconds": 0}
+    assert {**one, **row, "idle_seconds": 0} == {**one, "idle_seconds": 0}
     assert await call(running, "DELETE", f"/sessions/{row['id']}") == (200, {"removed": row["id"]})
     assert (await call(running, "GET", f"/sessions/{row['id']}"))[0] == 404
     assert (await call(running, "GET", "/sessions"))[1]["total"] == 4
