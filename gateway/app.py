@@ -21,6 +21,7 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from gateway.asks import Ask, Options
+from gateway.canonical import canonical
 from gateway.config import Disaggregation
 from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
 from gateway.dialects.chat import answered_ids
@@ -46,6 +47,7 @@ from gateway.lifecycle import Lifecycle
 from gateway.listing import models, models_body
 from gateway.metrics import Metrics, Tally
 from gateway.naming import clean
+from gateway.opened import CLOSE, OPEN, Opened, OpenSessions
 from gateway.pairs import Pairs
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
 from gateway.records import Recorder
@@ -53,7 +55,7 @@ from gateway.roots import Roots
 from gateway.routing import Routing, draw_of
 from gateway.sessions import Session, Sessions
 from gateway.tenants import Tenant, Tenants
-from gateway.workers import Charge, Target, Worker
+from gateway.workers import Charge, State, Target, Worker
 from kv_index.index import PrefixIndex
 from policies.base import Choice, Role
 
@@ -124,6 +126,8 @@ class Gateway:
         self.recorder: Recorder | None = None
         self.lifecycle: Lifecycle | None = None
         """Tells engines of the ends of sessions."""
+        self.opened: OpenSessions | None = None
+        """Sessions that clients open on engines, where they may."""
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
         self.tokens = tokens
@@ -167,6 +171,9 @@ class Gateway:
                 client.done()
                 return
             found = self.routes.get(incoming.path) or self._stored(incoming.path)
+            if self.opened is not None and incoming.path in (OPEN, CLOSE):
+                self._verb(incoming, client, request_id)
+                return
             if found is None:
                 raise NotFound(f"there is no {_show(incoming.path)} here")
             dialect, route = found
@@ -175,6 +182,21 @@ class Gateway:
             self._exchange(incoming, client, dialect, route, request_id, started)
         except Exception as error:
             self._refuse(incoming, client, dialect, request_id, error)
+
+    def _verb(self, incoming: Incoming, client: Inbound, request_id: bytes) -> None:
+        """A client opens, or closes, a session of an engine's."""
+        assert self.opened is not None
+        if incoming.method != b"POST":
+            raise WrongMethod(_show(incoming.path), "POST")
+        dialect = self.dialects["sglang"]
+
+        def refuse(error: Exception) -> None:
+            try:
+                raise error
+            except Exception as raised:
+                self._refuse(incoming, client, dialect, request_id, raised)
+
+        self.opened.verb(incoming, client, self.tenants.of(incoming.named), refuse)
 
     def _refuse(
         self, incoming: Incoming, client: Inbound, dialect: Dialect, request_id: bytes, error: Exception
@@ -193,9 +215,16 @@ class Gateway:
         self, incoming: Incoming, client: Inbound, dialect: Dialect, route: Route, request_id: bytes, started: float
     ) -> None:
         tenant = self.tenants.of(incoming.named)
+        steps: tuple[str, ...] = ()
+        if tenant.canonical and route.generates and not route.opaque:
+            incoming.body, steps = canonical(route.kind, incoming.body, tenant.canonical)
         reading = self._read(incoming, dialect, route)
+        reading.canonical = steps
         if route.kind == "stored" and (tenant.name, reading.previous or "") not in self._pins:
             raise NotFound(f"no response {reading.previous!r} is known here")
+        if reading.stateful is not None and self.opened is not None and route.kind == "generate":
+            self._turn(incoming, client, dialect, route, request_id, started, tenant, reading)
+            return
         ids: bytes | None = None
         mode = self._mode(tenant, reading) if self.modes else None
         if mode is not None:
@@ -214,6 +243,33 @@ class Gateway:
                 return
             ids = made
         self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+
+    def _turn(
+        self,
+        incoming: Incoming,
+        client: Inbound,
+        dialect: Dialect,
+        route: Route,
+        request_id: bytes,
+        started: float,
+        tenant: Tenant,
+        reading: Reading,
+    ) -> None:
+        """A turn of a session that its client opened on an engine: it says what is new only, and goes there or nowhere."""
+        assert self.opened is not None
+        # What it says is no prompt that any other could be compared with.
+        reading.make_prompt, reading.ids = None, None
+
+        def go(opened: Opened) -> None:
+            reading.opened = opened
+            self._route(incoming, client, dialect, route, request_id, started, tenant, reading, None)
+
+        def refuse(fault: Fault) -> None:
+            self._count_refusal(fault)
+            client.send(self.fault_response(dialect, fault, incoming, request_id))
+            client.done()
+
+        self.opened.turn(reading.stateful or "", tenant, client, go, refuse)
 
     def _route(
         self,
@@ -320,8 +376,10 @@ class Gateway:
         if found is None or found[1].opaque:
             raise NotFound(f"{_show(path)} is not a path that is routed by what it says")
         dialect, route = found
-        reading = dialect.read(route, body)
         tenant = self.tenants.of(named)
+        if tenant.canonical:
+            body, _ = canonical(route.kind, body, tenant.canonical)
+        reading = dialect.read(route, body)
         now = self.clock()
         ask = self.routing.ask(tenant, reading, named, draw, now, ids=ids, salt=self.salt, dry=True)
         if self.fleet.staged and route.generates:
@@ -335,6 +393,9 @@ class Gateway:
 
     def pinned(self, ask: Ask, tried: set[int], now: float) -> Choice | None:
         """The choice where state lives on one worker: a stored response that this request goes on from or names."""
+        opened = ask.reading.opened
+        if isinstance(opened, Opened):
+            return self._at_opened(opened, tried, now)
         previous = ask.reading.previous
         if previous is None:
             return None
@@ -346,6 +407,17 @@ class Gateway:
             if target.id not in tried and self.fleet.usable(target, now):
                 return Choice(target, "pinned", prefill=self.routing.partner_of(target, ask, tried, now))
         raise NoWorker(f"the worker that holds {previous!r} is gone or cannot be used now: its state cannot be reached")
+
+    def _at_opened(self, opened: Opened, tried: set[int], now: float) -> Choice:
+        """The one target on which a client's session was opened."""
+        target = opened.target
+        gone = self.fleet.targets.get(target.id) is not target
+        serves = target.worker.state is State.DRAINING or self.fleet.usable(target, now)
+        if gone or target.id in tried or not serves:
+            raise NoWorker(
+                "the worker on which this session was opened is gone or cannot be used now: open another one"
+            )
+        return Choice(target, "pinned")
 
     def body_for(self, exchange: Exchange, target: Target) -> bytes:
         """The body to send: the client's bytes, but for what must be cut out or rewritten."""
@@ -360,6 +432,9 @@ class Gateway:
         if exchange.injected:
             # Without usage a stream tells nothing of its cache. It has no such member yet, and ends with a brace.
             body = body.rstrip()[:-1] + USAGE
+        if isinstance(reading.opened, Opened) and not reading.named:
+            # By this it can be aborted.
+            body = append(body, b'"rid":"%b"' % exchange.request_name.encode())
         fetches = bool(exchange.ask.request.fetched) and target.id in exchange.ask.request.fetched
         members: dict[str, bytes] = {}
         if exchange.ask.session is not None and exchange.route.generates and self.lifecycle is not None:
@@ -438,6 +513,10 @@ class Gateway:
         """An exchange is over, whatever the outcome."""
         ask, target = exchange.ask, exchange.target
         seconds = self.clock() - exchange.started
+        opened = exchange.reading.opened
+        if isinstance(opened, Opened) and not exchange.settles:
+            assert self.opened is not None
+            self.opened.over(opened)
         if ask.told or ask.slot is not None:
             assert self.lifecycle is not None
             self.lifecycle.over(ask)
@@ -575,6 +654,8 @@ class Gateway:
         if target is None or choice is None:
             return b""
         token = self._token(exchange, target) if self.tokens else b""
+        if exchange.reading.canonical:
+            token += b"x-warmroute-canonical: %b\r\n" % ",".join(exchange.reading.canonical).encode()
         if not ask.tenant.shows_routing:
             return token
         parts = [b"x-warmroute-worker: ", target.name.encode(), b"\r\nx-warmroute-decision: "]
@@ -702,6 +783,8 @@ class Gateway:
         self.sessions.sweep(now)
         self.index.sweep(now)
         self.pairs.sweep(now)
+        if self.opened is not None:
+            self.opened.sweep(now)
         for exchange in [e for e in self.exchanges if e.deadline < inf]:
             try:
                 exchange.overdue(now)

@@ -65,7 +65,26 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--worker", metavar="URL", action="append", default=[], help="a worker to ask; may be repeated")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
+    _add_doctor(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser("doctor", help="find where prompts break from those before them, and why")
+    doctor.add_argument(
+        "file",
+        metavar="FILE",
+        help="requests, one a line, gzipped or not (-: standard input): bodies, or objects of a body and its path, headers, "
+        "tenant, time and session",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument("--examples", action="store_true", help="show some characters of the prompts around each break")
+    doctor.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
+    doctor.add_argument(
+        "--tokenizer", metavar="FILE", help="the model's tokenizer.json, to count tokens and not estimate"
+    )
+    doctor.add_argument("--template", metavar="FILE", help="the model's chat template, for chat completions")
+    doctor.set_defaults(run=_doctor)
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -261,6 +280,23 @@ def _replay(options: argparse.Namespace) -> int:
         return replay(read, options.policy, simulated, report)
     except ValueError as error:
         print(f"warmroute replay: {error}", file=sys.stderr)
+        return 2
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from gateway.doctor_command import run
+
+    try:
+        return run(
+            options.file,
+            as_json=options.json,
+            examples=options.examples,
+            limit=options.limit,
+            tokenizer=options.tokenizer,
+            template=options.template,
+        )
+    except ValueError as error:
+        print(f"warmroute doctor: {error}", file=sys.stderr)
         return 2
 
 

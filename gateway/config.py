@@ -173,6 +173,9 @@ class TenantConfig:
     models: list[str] | None = None
     isolation: str = "shared"
     show_routing: bool = True
+    canonical: list[str] = field(default_factory=list)
+    """How its prompts' starts are brought into one form, so that they are shared: tools (sorted, and the keys in their
+    schemas), json (numbers and whitespace in tools), volatile (lines that are known to change)."""
 
 
 @dataclass(slots=True)
@@ -192,6 +195,8 @@ class SessionsConfig:
     secret: Secret | None = None
     """What tokens are sealed with: the same for all replicas, and over restarts. If not given: ``isolation_key``, or what the
     state file keeps, or a random one."""
+    streaming: bool = False
+    """Whether clients may open sessions on SGLang engines (``/open_session``), which keep their KV there between turns."""
     state: str | None = None
     """A file that keeps the homes of sessions over a restart."""
     redis: Secret | None = None

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.canonical import STEPS
 from gateway.config_reader import Problem
 from gateway.dialects.fields import NAMING
 from gateway.disagg import all_protocols
@@ -55,6 +56,10 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     _check_secret("admin.token", config.admin.token, wrong)
     if not _loopback(config.admin.host) and not config.admin.token:
         wrong("admin.host", "the admin port listens beyond loopback: set admin.token, or host 127.0.0.1")
+    for number, tenant in enumerate(config.tenants):
+        for step in tenant.canonical:
+            if step not in STEPS:
+                wrong(f"tenants[{number}].canonical", f"{step!r} is not one of {', '.join(STEPS)}")
     if not 0 <= config.warming.starts <= 64:
         wrong("warming.starts", "must be from 0 (none) to 64")
     if not 1 <= config.retries.attempts <= 10:

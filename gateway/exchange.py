@@ -40,6 +40,7 @@ from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
 from gateway.leg import STALE
 from gateway.legs import Handed, Legs, stalled
+from gateway.opened import Opened
 from gateway.retold import Hiding, Tape
 from gateway.workers import Charge, State, Target, Worker
 from policies.base import Choice
@@ -100,6 +101,7 @@ class Exchange:
         "resent",
         "route",
         "sent_at",
+        "settles",
         "started",
         "status",
         "target",
@@ -132,6 +134,8 @@ class Exchange:
         self.tried: set[int] = set()
         self.attempts = 0
         self.resent = False
+        self.settles = False
+        """Its client left, and its engine is to end what it does before the session's next turn."""
         self.counted = False
         self.target: Target | None = None
         self.choice: Choice | None = None
@@ -692,10 +696,24 @@ class Exchange:
         if self.phase == ENDED:
             return
         self.gateway.metrics.aborts.add((PHASES[self.phase],))
+        self._settle()
         self._drop_connection()
         if self.phase < RELAYING and self._withdraw():
             self.target = None
         self._end("client_gone")
+
+    def _settle(self) -> None:
+        """A turn of a session that takes one at a time: see `gateway.opened`."""
+        opened, connection = self.reading.opened, self.connection
+        if isinstance(opened, Opened) and opened.streaming and connection is not None and connection.reusable:
+            assert self.gateway.opened is not None
+            self.connection, self.settles = None, True
+            self.gateway.opened.settle(opened, connection, self.reading.named or self.request_name)
+
+    @property
+    def request_name(self) -> str:
+        """By which its engine knows it, where the client gave it no name."""
+        return f"wr-{self.ask.request.draw:016x}-{self.attempts}"
 
     def worker_down(self, worker: Worker, silent: float) -> None:
         """``worker`` is down: give up on it, unless a byte came after ``silent``."""

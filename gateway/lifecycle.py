@@ -113,7 +113,7 @@ class Lifecycle:
             return {}
         found: dict[str, bytes] = {}
         # A client that drives sessions of the engine by itself is not interfered with.
-        if not reading.stateful:
+        if reading.stateful is None:
             for each in (target, prefill):
                 if each is not None and each.worker.facts.refers:
                     ask.told.append(each.worker.id)

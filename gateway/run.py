@@ -29,6 +29,7 @@ from gateway.keeping import FileStore, Keeper, RedisStore, Store, Unsaved
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
 from gateway.moving import Moving
+from gateway.opened import OpenSessions
 from gateway.preparing import Engines, Mode, Pool
 from gateway.probe import Probe
 from gateway.prompt import Thinking
@@ -110,6 +111,8 @@ class Running:
         self.subscriptions = Subscriptions(self.index, self.metrics, self.probe.poll_events, self._by_ids)
         self.lifecycle = Lifecycle(self.fleet, self.sessions, self.metrics, self.probe.ask)
         self.gateway.lifecycle = self.lifecycle
+        if config.sessions.streaming:
+            self.gateway.opened = OpenSessions(self.gateway, self.probe.ask)
         self.moving = Moving(self.fleet, self.sessions, self.gateway.routing, self.metrics)
         self.sessions.bound = self._bound
         warming = config.warming
@@ -198,6 +201,8 @@ class Running:
             await recorder.stop()
         await gateway.pairs.stop()
         await self.warming.stop()
+        if gateway.opened is not None:
+            await gateway.opened.stop()
         await self.lifecycle.stop(CLOSING)
         if self.keeper is not None:
             await self.keeper.stop()
@@ -434,6 +439,7 @@ def make_tenants(config: Config) -> Tenants:
             models=frozenset(each.models) if each.models is not None else None,
             shows_routing=each.show_routing,
             isolated=each.isolation == "isolated",
+            canonical=frozenset(each.canonical),
         )
         pairs += [(str(key), tenant) for key in each.keys]
     return Tenants(pairs, Tenant(ANONYMOUS) if config.anonymous or not pairs else None)

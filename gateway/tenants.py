@@ -29,6 +29,8 @@ class Tenant:
     """Whether answers tell it where and why they were routed."""
     isolated: bool = False
     """Whether its prompts never share the index with others'."""
+    canonical: frozenset[str] = frozenset()
+    """Steps of `gateway.canonical` by which its bodies are brought into one form."""
     space: bytes = b""
     """Its part of a namespace; empty while it shares."""
     seed: int = 0

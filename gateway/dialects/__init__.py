@@ -39,6 +39,7 @@ class Reading:
 
     __slots__ = (
         "apart",
+        "canonical",
         "conversation",
         "field",
         "guarded",
@@ -46,8 +47,10 @@ class Reading:
         "labelled",
         "make_prompt",
         "model",
+        "named",
         "namespace",
         "opaque",
+        "opened",
         "previous",
         "salt",
         "session",
@@ -59,6 +62,8 @@ class Reading:
     )
 
     def __init__(self) -> None:
+        self.canonical: tuple[str, ...] = ()
+        """How its body was brought into one form before it was read."""
         self.model: str | None = None
         self.opaque = False
         """The body was not read: any worker may do."""
@@ -73,8 +78,13 @@ class Reading:
         """A field of the body by which an operator may have sessions told apart (`fields.NAMING`)."""
         self.labelled = False
         """The body has a ``session_id`` of its own."""
-        self.stateful = False
-        """The client drives a session of the engine's by itself (SGLang's ``session_params``)."""
+        self.stateful: str | None = None
+        """The session of the engine's that the client drives by itself (SGLang's ``session_params``); empty if it is not
+        named as it should be."""
+        self.named: str | None = None
+        """The name that the client gave the request (SGLang's ``rid``)."""
+        self.opened: object | None = None
+        """The engine's own session that it is a turn of, where the gateway knows it."""
         self.slotted = False
         """The client chose a slot of the engine's (llama.cpp's ``id_slot``)."""
         self.tool: Callable[[], str | None] | None = None

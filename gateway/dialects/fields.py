@@ -128,7 +128,10 @@ def read_common(decoder: msgspec.json.Decoder[Typed], reading: Reading, body: by
     reading.session = lambda: session_of(common)
     reading.field = lambda name: named_in(common, name)
     reading.labelled = common.session_id is not UNSET
-    reading.stateful = common.session_params is not UNSET
+    if common.session_params is not UNSET and (params := value_of(common.session_params)) is not None:
+        name = params.get("id") if isinstance(params, dict) else None
+        reading.stateful = name if isinstance(name, str) else ""
+        reading.named = text_of(common.rid)
     reading.slotted = common.id_slot is not UNSET
     if common.cache_salt is not UNSET:
         salt = common.cache_salt
