@@ -241,6 +241,7 @@ class AdminSite:
                     "capacity_pages": self.running.index.radix.capacity(target.id),
                     "evicted_pages": self.running.index.radix.evicted(target.id),
                     "belief": self._belief(target.id),
+                    "returns": self.running.gateway.routing.says_of(target),
                     "queue": target.load_report.waiting if target.load_report else None,
                     "kv_usage": target.load_report.kv_usage if target.load_report else None,
                 }

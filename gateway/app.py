@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
 from itertools import count
@@ -46,7 +45,7 @@ from gateway.http.server import Inbound, Server
 from gateway.lifecycle import Lifecycle
 from gateway.listing import models, models_body
 from gateway.metrics import Metrics, Tally
-from gateway.naming import clean
+from gateway.naming import LONGEST, clean
 from gateway.opened import CLOSE, OPEN, Opened, OpenSessions
 from gateway.pairs import Pairs
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
@@ -74,8 +73,8 @@ SALTED = frozenset(("vllm", "sglang", "tensorrt_llm"))
 USAGE = b',"stream_options":{"include_usage":true}}'
 RESERVE = 10.0
 """Retries that are allowed before there was any traffic to take a share of."""
-PINS = 100_000
-"""Responses remembered with the worker that has them."""
+CONVERSATION = "conversation "
+"""Before the names of conversations, among those of responses."""
 
 
 class Gateway:
@@ -145,8 +144,6 @@ class Gateway:
         self.defects = 0
         self._boot = urandom(6).hex().encode()
         self._serial = count()
-        self._pins: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """(tenant, id of a stored response) -> worker id."""
         self._own = {b"/healthz": self._healthz, b"/readyz": self._readyz, MODELS: self._models}
         self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
         self.metrics.gauges += gauges(self)
@@ -220,7 +217,7 @@ class Gateway:
             incoming.body, steps = canonical(route.kind, incoming.body, tenant.canonical)
         reading = self._read(incoming, dialect, route)
         reading.canonical = steps
-        if route.kind == "stored" and (tenant.name, reading.previous or "") not in self._pins:
+        if route.kind == "stored" and (tenant.name, reading.previous or "") not in self.routing.pins:
             raise NotFound(f"no response {reading.previous!r} is known here")
         if reading.stateful is not None and self.opened is not None and route.kind == "generate":
             self._turn(incoming, client, dialect, route, request_id, started, tenant, reading)
@@ -396,17 +393,19 @@ class Gateway:
         opened = ask.reading.opened
         if isinstance(opened, Opened):
             return self._at_opened(opened, tried, now)
-        previous = ask.reading.previous
+        reading = ask.reading
+        previous = reading.previous or (None if reading.conversation is None else CONVERSATION + reading.conversation)
         if previous is None:
             return None
-        worker_id = self._pins.get((ask.tenant.name, previous))
+        worker_id, _ = self.routing.pins.get((ask.tenant.name, previous), (None, None))
         if worker_id is None:
             return None
         worker = self.fleet.workers.get(worker_id)
         for target in worker.targets if worker is not None else ():
             if target.id not in tried and self.fleet.usable(target, now):
                 return Choice(target, "pinned", prefill=self.routing.partner_of(target, ask, tried, now))
-        raise NoWorker(f"the worker that holds {previous!r} is gone or cannot be used now: its state cannot be reached")
+        told = reading.previous or reading.conversation
+        raise NoWorker(f"the worker that holds {told!r} is gone or cannot be used now: its state cannot be reached")
 
     def _at_opened(self, opened: Opened, tried: set[int], now: float) -> Choice:
         """The one target on which a client's session was opened."""
@@ -599,11 +598,13 @@ class Gateway:
                 self.metrics.inter_token.observe_in(tally.inter_token, between)
 
     def _remember_response(self, exchange: Exchange, target: Target) -> None:
+        ask = exchange.ask
         found = _response_id(exchange.first) or _response_id(exchange.tail)
         if found is not None:
-            self._pins[exchange.ask.tenant.name, found] = target.worker.id
-            if len(self._pins) > PINS:
-                self._pins.popitem(last=False)
+            self.routing.pin(ask.tenant, found, target.worker.id, ask.session)
+        conversation = exchange.reading.conversation
+        if conversation is not None and len(conversation) <= LONGEST:
+            self.routing.pin(ask.tenant, CONVERSATION + conversation, target.worker.id, ask.session)
 
     def label(self, target: Target) -> str:
         """Its name for metrics; one that was removed has no series any more, and gets none anew."""

@@ -46,6 +46,16 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
             ("target",),
         ),
         Gauge(
+            "warmroute_target_returning_tokens",
+            "Tokens that come in until an ordinary session of the target returns; absent while that is not known.",
+            lambda: [
+                ((t.name,), gateway.routing.returning.needed(t, gateway.fleet.clock()))
+                for t in targets.values()
+                if t.gaps.known
+            ],
+            ("target",),
+        ),
+        Gauge(
             "warmroute_target_queue",
             "Requests that the engine reports waiting; absent while it does not say.",
             lambda: [

@@ -5,7 +5,7 @@ from typing import Any
 from gateway.fleet import Fleet
 from gateway.sessions import Session
 from gateway.workers import Target
-from policies.returns import FIRST_GAP, GapBook, horizon
+from policies.returns import GapBook, horizon
 
 LIKELY = 0.5
 """Chance of survival below which KV is said to be lost before its session returns."""
@@ -48,7 +48,8 @@ class Returning:
         return target.inflow.rate(now) * target.gaps.quantile(0.5)
 
     def crowded(self, target: Target, now: float) -> bool:
-        """Whether its cache is too small for what its sessions bring in between two turns of each."""
+        """Whether its cache is too small for what its sessions bring in between two turns of each; only of sessions that were
+        seen to return."""
         room = self.room(target)
         return room is not None and target.gaps.known and self.needed(target, now) > CROWDED * room
 
@@ -79,8 +80,7 @@ class Returning:
         """One sentence where its cache is too small; ``None`` where it is not."""
         if not self.crowded(target, now):
             return None
-        gap = target.gaps.quantile(0.5) if target.gaps.known else FIRST_GAP
-        return says(gap, self.needed(target, now), self.room(target), bytes_per_token)
+        return says(target.gaps.quantile(0.5), self.needed(target, now), self.room(target), bytes_per_token)
 
 
 def says(gap: float, needed: float, room: float | None, bytes_per_token: int | None) -> str:

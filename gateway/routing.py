@@ -4,6 +4,7 @@
 makes the choice true (counter, home, index, pin) and `Routing.settle` learns from the end. A dry run stops before commit.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 
 from xxhash import xxh3_64_intdigest
@@ -25,6 +26,8 @@ from kv_index.pages import TEXT_PAGE, names
 from policies.base import Candidate, Choice, Fleet as View, Policy, Request, Role
 from policies.disaggregated import paired
 
+PINS = 100_000
+"""Stored responses and conversations remembered with the worker that has them."""
 TOOL_NAME = 64
 """Characters of a tool's name that are kept."""
 
@@ -44,6 +47,8 @@ class Routing:
         self.holdings = Holdings(fleet, index, options, self.models)
         self._default = options.default()
         self.offers = Offers()
+        self.pins: OrderedDict[tuple[str, str], tuple[str, bytes | None]] = OrderedDict()
+        """(tenant, id of a stored response or a conversation) -> worker id, and the key of its session."""
         self.returning = Returning(fleet)
         self._paired: dict[int, tuple[Policy, Policy]] = {}
 
@@ -119,7 +124,12 @@ class Routing:
         carried: int | None = None
         if policy.needs_session:
             found = self.sessions.name(named, reading, memo, tenant.seed)
-            if found is not None:
+            held = None
+            if reading.previous is not None and (found is None or found.source not in ("configured", "sticky")):
+                held = self._session_of(tenant, reading.previous, model, now, dry)
+            if held is not None:
+                ask.session, ask.found = held, "previous_response_id"
+            elif found is not None:
                 ask.session = self.sessions.find(found, tenant.name, model.name, now, dry)
                 ask.found = found.source
                 if found.carried is not None:
@@ -157,6 +167,22 @@ class Routing:
                 if session is not None and len(self.offers):
                     self._lent(request, session, ids, now)
         return ask
+
+    def pin(self, tenant: Tenant, name: str, worker: str, session: Session | None) -> None:
+        """``worker`` alone has the state that goes by ``name``."""
+        self.pins[tenant.name, name] = (worker, None if session is None else session.key)
+        if len(self.pins) > PINS:
+            self.pins.popitem(last=False)
+
+    def _session_of(self, tenant: Tenant, name: str, model: Model, now: float, dry: bool) -> Session | None:
+        """The session of the response that a request goes on from."""
+        _, key = self.pins.get((tenant.name, name), ("", None))
+        session = None if key is None else self.sessions.get(key)
+        if session is None or session.model != model.name:
+            return None
+        if not dry:
+            self.sessions.touch(session, now)
+        return session
 
     def _carried_home(self, session: Session, seed: int, model: Model, dry: bool) -> int | None:
         """A token tells where a session is at home that is not known here any more, or not yet: the target's id."""
@@ -505,6 +531,11 @@ class Routing:
         if home is None:
             return None
         return self.returning.forecast(session, home, now, self.options.kv_bytes.get(session.model))
+
+    def says_of(self, target: Target) -> str | None:
+        """One sentence where the target's cache is too small for the sessions that will return to it."""
+        model = target.worker.facts.models[0].name if target.worker.facts.models else ""
+        return self.returning.says_of(target, self.fleet.clock(), self.options.kv_bytes.get(model))
 
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)

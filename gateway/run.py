@@ -241,11 +241,21 @@ class Running:
             try:
                 self.gateway.sweep()
                 self.moving.sweep(now)
+                self._foresee(now)
                 if now >= self._observe_at:
                     self._observe_at = now + OBSERVE
                     self._observe()
             except Exception:
                 self.gateway.defect("upkeep")
+
+    def _foresee(self, now: float) -> None:
+        """Say it before a cache is too small for the sessions that will return to it."""
+        returning = self.gateway.routing.returning
+        for worker in self.fleet.workers.values():
+            crowded = any(target.gaps.known and returning.crowded(target, now) for target in worker.targets)
+            if crowded != ("returning" in worker.observed):
+                worker.observe("returning", crowded)
+                self._warn(worker)
 
     def _observe(self) -> None:
         """What traffic of the last while shows of each engine."""

@@ -162,7 +162,7 @@ class Sessions:
                 session.pages = mother.pages
                 self.symbol_bytes += 0 if dry else len(mother.pages.symbols)
         if not dry:
-            self._touch(session, now)
+            self.touch(session, now)
             self._bound()
         return session
 
@@ -199,7 +199,7 @@ class Sessions:
                 self._made += 1
                 self._add(session)
         if not dry:
-            self._touch(session, now)
+            self.touch(session, now)
         return session
 
     def _new_key(self, scope: int) -> bytes:
@@ -316,7 +316,7 @@ class Sessions:
             if oldest.used > until:
                 break
             if oldest.running:
-                self._touch(oldest, now)
+                self.touch(oldest, now)
                 continue
             self.expired += 1
             self.drop(oldest)
@@ -326,7 +326,7 @@ class Sessions:
             if oldest.used > until:
                 return
             if oldest.running:
-                self._touch(oldest, now)
+                self.touch(oldest, now)
                 continue
             del self._live[oldest.key]
             self._resting[oldest.key] = oldest
@@ -388,7 +388,8 @@ class Sessions:
             self.drop(self._oldest())
         self._live[session.key] = session
 
-    def _touch(self, session: Session, now: float) -> None:
+    def touch(self, session: Session, now: float) -> None:
+        """It is in use."""
         session.used = now
         if session.resting:
             del self._resting[session.key]

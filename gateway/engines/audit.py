@@ -50,9 +50,14 @@ LACKS = {
         "sessions lose their cache between turns",
         {"": "more KV memory or more engines"},
     ),
+    "returning": Lack(
+        "its cache is smaller than what comes in until its sessions return",
+        "their turns will be computed again from the start",
+        {"": "more KV memory, a tier below the device, or more engines; GET /sessions/{id} has the numbers"},
+    ),
 }
 
-LOUD = frozenset(("usage_details", "metrics", "prefix_cache", "chunked_prefill", "small_cache"))
+LOUD = frozenset(("usage_details", "metrics", "prefix_cache", "chunked_prefill", "small_cache", "returning"))
 """Worth a warning at start; the rest shows in listings only."""
 
 

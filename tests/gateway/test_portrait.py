@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine
-from tests.gateway.talk import admin, chat, once, request, tell
+from tests.gateway.talk import admin, chat, once, request, tell, until
 
 SYSTEM = {"role": "system", "content": "You are an agent with many rules. " * 80}
 
@@ -87,3 +87,30 @@ async def test_whether_its_cache_will_last_is_told_with_the_numbers(gateway: Beg
     assert "(4 GB): it survives" in returns["says"]
     dry = (await tell(running, "POST", "/route", chat(messages=messages, prompt_cache_key="x")))[1]
     assert dry["session"]["returns"] is None
+
+
+async def test_a_cache_that_is_too_small_for_those_who_return_is_said_with_the_numbers(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    running = await gateway(await engine(kv_tokens=4_000, time_scale=0.0), policy="cache_aware")
+    said = {f"s{number}": [{"role": "user", "content": f"{number} " * 600}] for number in range(24)}
+    for messages in said.values():
+        await turn(running, f"s{messages[0]['content'].split()[0]}", messages)
+    name, messages = next(iter(said.items()))
+    messages.append({"role": "user", "content": "go on"})
+    dry = (await tell(running, "POST", "/route", chat(messages=messages, prompt_cache_key=name)))[1]
+    assert dry["session"]["returns"]["survives"] is False
+    assert dry["session"]["returns"]["needed_tokens"] > dry["session"]["returns"]["room_tokens"]
+    assert "it cannot survive" in dry["session"]["returns"]["says"]
+    # Of the fleet it is said when sessions were seen to return.
+    (worker,) = (await admin(running, "/workers"))["workers"]
+    assert "returning" not in [lack["code"] for lack in worker["lacks"]]
+    for session in running.sessions.all():
+        # As if its tool had run for five seconds.
+        session.ended -= 5.0
+    for name, messages in said.items():
+        await turn(running, name, [*messages, {"role": "user", "content": "go on"}])
+    await until(lambda: "returning" in running.fleet.workers[worker["id"]].observed)
+    (worker,) = (await admin(running, "/workers"))["workers"]
+    assert "returning" in [lack["code"] for lack in worker["lacks"]]
+    assert "it cannot survive" in worker["targets"][0]["returns"]
