@@ -34,8 +34,8 @@ class Unread(Exception):
         self.reason = reason
 
 
-def outline(kind: str, body: bytes, thinking: Thinking) -> Outline:
-    """The outline of a body; ``kind`` is its route's. Raises `Unread`."""
+def outline(kind: str, body: bytes, thinking: Thinking, head: bool = False) -> Outline:
+    """The outline of a body; ``kind`` is its route's; ``head``: only of what stands before the messages. Raises `Unread`."""
     read = _READERS.get(kind)
     if read is None:
         raise Unread("kind")
@@ -43,7 +43,7 @@ def outline(kind: str, body: bytes, thinking: Thinking) -> Outline:
         told = msgspec.json.decode(body)
         if not isinstance(told, dict):
             raise Unread("body")
-        return read(told, thinking)
+        return read(told, thinking, head)
     except RecursionError:
         raise Unread("deep") from None
     except (ValueError, UnicodeError, TypeError):
@@ -51,11 +51,11 @@ def outline(kind: str, body: bytes, thinking: Thinking) -> Outline:
         raise Unread("body") from None
 
 
-def _chat(told: dict[str, Any], thinking: Thinking) -> Outline:
+def _chat(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
     listed = _list(told.get("messages"))
     first = next((at for at, each in enumerate(listed) if _object(each).get("role") not in SYSTEM), len(listed))
     system = [text for each in listed[:first] for text in _texts(_object(each).get("content"))]
-    messages = [_chat_message(_object(each)) for each in listed[first:]]
+    messages = [] if head else [_chat_message(_object(each)) for each in listed[first:]]
     last = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role == "user"), 0)
     return Outline(
         parameters=_parameters("chat", told),
@@ -99,9 +99,11 @@ def _arguments(told: Any) -> str:
     return "" if told is None else _json(told)
 
 
-def _messages(told: dict[str, Any], thinking: Thinking) -> Outline:
+def _messages(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
     listed = [_object(each) for each in _list(told.get("messages"))]
     system = [text for text in map(_without_billing, _texts(told.get("system"))) if text]
+    if head:
+        listed = []
     messages = [Message(_text(each.get("role")), tuple(_blocks(each.get("content")))) for each in listed]
     last = 0
     for at, message in enumerate(listed):
@@ -144,7 +146,7 @@ def _blocks(content: Any) -> Iterator[Piece]:
             yield Piece(Part.MEDIA, _json(block["source"]))
 
 
-def _responses(told: dict[str, Any], thinking: Thinking) -> Outline:
+def _responses(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
     if told.get("previous_response_id") is not None or told.get("conversation") is not None:
         # What came before is stored by the engine, and not in the body.
         raise Unread("stored")
@@ -155,7 +157,7 @@ def _responses(told: dict[str, Any], thinking: Thinking) -> Outline:
     first = next((at for at, item in enumerate(items) if item.get("role") not in SYSTEM), len(items))
     system = [told["instructions"]] if isinstance(told.get("instructions"), str) and told["instructions"] else []
     system += [text for item in items[:first] for text in _texts(item.get("content"))]
-    messages = [_item(item) for item in items[first:]]
+    messages = [] if head else [_item(item) for item in items[first:]]
     last = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role == "user"), 0)
     return Outline(
         parameters=_parameters("responses", told),
@@ -185,7 +187,7 @@ def _item(item: dict[str, Any]) -> Message:
     return Message(_text(item.get("role")), tuple(_content(item.get("content"), Part.TEXT)))
 
 
-def _prompt(told: dict[str, Any], thinking: Thinking) -> Outline:
+def _prompt(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
     text = told.get("prompt", told.get("text"))
     if isinstance(text, list) and len(text) == 1:
         text = text[0]
@@ -222,7 +224,7 @@ def _text(told: Any) -> str:
 
 
 def _json(told: Any) -> str:
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+    return msgspec.json.encode(told).decode()
 
 
 def _texts(content: Any) -> list[str]:
