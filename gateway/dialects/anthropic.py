@@ -173,7 +173,9 @@ def messages_prompt(request: Messages, thinking: Thinking) -> Prompt:
         parts.append(encode(_without_billing(request.system)))
     else:
         for block in request.system or []:
-            parts.append(encode(_without_billing(block.text or "")))
+            # Engines leave out the whole block.
+            if not (block.text or "").startswith(BILLING):
+                parts.append(encode(block.text or ""))
     lead = len(parts)
     messages = request.messages or []
     last_user = 0

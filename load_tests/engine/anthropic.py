@@ -34,8 +34,12 @@ def chat_messages(body: JSON) -> list[JSON]:
     if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
         raise ApiError(400, "messages: Input should be a non-empty list of objects")
     converted: list[JSON] = []
-    if body.get("system"):
-        converted.append({"role": "system", "content": body["system"]})
+    system = body.get("system")
+    if isinstance(system, list):
+        # As vLLM 0.32 does; in a system prompt that is a string it stays.
+        system = [block for block in system if not _is_billing(block)]
+    if system:
+        converted.append({"role": "system", "content": system})
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
@@ -43,6 +47,12 @@ def chat_messages(body: JSON) -> list[JSON]:
         else:
             converted.append(message)
     return converted
+
+
+def _is_billing(block: Any) -> bool:
+    """Whether it is the attribution that Claude Code puts first, and that changes with every request."""
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
 
 
 def _from_blocks(role: Any, blocks: list[Any]) -> list[JSON]:
