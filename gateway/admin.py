@@ -81,6 +81,7 @@ class AdminSite:
         route.add_get("/sessions/{id}", self.session)
         route.add_delete("/sessions/{id}", self.remove_session)
         route.add_post("/sessions/{id}/move", self.move_session)
+        route.add_get("/doctor", self.doctor)
         route.add_post("/route", self.route)
         route.add_get("/config", self.config)
         return application
@@ -306,6 +307,13 @@ class AdminSite:
         if session is None:
             raise NotFound(f"no session is called {text!r}; GET /sessions lists the recent ones")
         return session
+
+    async def doctor(self, request: web.Request) -> web.Response:
+        """Why prompts are not found in caches: findings, the costliest first."""
+        doctor = self.running.gateway.doctor
+        if doctor is None:
+            raise NotFound("the doctor is off here: set doctor.enabled to true")
+        return _json(doctor.report())
 
     # -- the dry run and the configuration --------------------------------------------------------------------------
 

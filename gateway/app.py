@@ -25,6 +25,7 @@ from gateway.config import Disaggregation
 from gateway.dialects import Dialect, Reading, Route, Usage, all_dialects
 from gateway.dialects.chat import answered_ids
 from gateway.dialects.fields import append, splice
+from gateway.doctor import Doctor, Note
 from gateway.errors import (
     Backpressure,
     BadRequest,
@@ -127,6 +128,7 @@ class Gateway:
         """Tells engines of the ends of sessions."""
         self.opened: OpenSessions | None = None
         """Sessions that clients open on engines, where they may."""
+        self.doctor: Doctor | None = None
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
         self.tokens = tokens
@@ -536,6 +538,8 @@ class Gateway:
         if legs is not None:
             computes, usage = legs.prefill, self.pairs.usage(legs, usage)
         self.routing.settle(ask, target, usage, self.clock(), said, computes)
+        if ask.body is not None:
+            self._examine(ask, exchange, usage)
         if legs is not None and outcome == "ok":
             self.pairs.ended(exchange, legs)
         if exchange.alone:
@@ -645,7 +649,41 @@ class Gateway:
 
     def breaks(self, session: Session) -> list[dict[str, object]]:
         """Where the session's prompts broke from those before, as far as it was examined."""
-        return []
+        return [] if self.doctor is None else self.doctor.breaks(session.hash)
+
+    def examining(self, exchange: Exchange) -> None:
+        """Its answer begins, and its body would go: the doctor may want to see it."""
+        doctor, ask, reading = self.doctor, exchange.ask, exchange.reading
+        session = ask.session
+        if doctor is None or session is None or exchange.status >= 300 or ask.model is None:
+            return
+        # What goes on from state of an engine's says a part of its prompt only.
+        if reading.previous is None and reading.opened is None and doctor.wants(session.hash):
+            ask.body = exchange.incoming.body
+
+    def _examine(self, ask: Ask, exchange: Exchange, usage: Usage | None) -> None:
+        """Give the doctor what it wanted."""
+        assert self.doctor is not None
+        assert ask.body is not None
+        assert ask.session is not None
+        assert ask.model is not None
+        self.doctor.seen(
+            Note(
+                ask.tenant.name,
+                ask.model.label,
+                ask.session.hash,
+                exchange.route.kind,
+                ask.body,
+                ask.model.thinking,
+                None if usage is None else usage.prompt,
+                None if usage is None else usage.cached,
+                ask.before,
+                ask.shared,
+                ask.new_session,
+                self.clock(),
+            )
+        )
+        ask.body = None
 
     # -- answers of our own -----------------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ class Ask:
 
     __slots__ = (
         "asked",
+        "before",
+        "body",
         "committed",
         "context",
         "depth",
@@ -83,6 +85,7 @@ class Ask:
         "second",
         "session",
         "shadow",
+        "shared",
         "size",
         "slot",
         "start",
@@ -150,6 +153,12 @@ class Ask:
         """Workers that keep a reference of its session for it."""
         self.slot: tuple[Slots, int] | None = None
         """The slot that it has on its target."""
+        self.body: bytes | None = None
+        """As its client sent it, where the doctor wants to see it."""
+        self.before: int | None = None
+        """Tokens of the session's previous prompt with what was generated; ``None``: not known, or there is none."""
+        self.shared: int | None = None
+        """Leading tokens that it shares with that; ``None``: it extends it."""
         self.asked = False
         """Whether it was sent to anybody yet."""
 

@@ -214,6 +214,21 @@ class WarmingConfig:
 
 
 @dataclass(slots=True)
+class DoctorConfig:
+    """Examines why prompts are not found in caches (``GET /doctor``), after their answers, within bounds."""
+
+    enabled: bool = True
+    memory: Bytes = 8 * 1024 * 1024
+    """Of bodies that are kept to be compared: of as many sessions as fit."""
+    rate: float = 10.0
+    """Examinations a second, at most."""
+    share: float = 1.0
+    """Of the sessions, at most."""
+    examples: bool = False
+    """Whether findings show some characters of prompts around the break: content in reports."""
+
+
+@dataclass(slots=True)
 class IndexConfig:
     """The prefix index."""
 
@@ -276,6 +291,7 @@ class Config:
     """Whether requests without a key are served although there are tenants."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
     warming: WarmingConfig = field(default_factory=WarmingConfig)
     retries: Retries = field(default_factory=Retries)
     timeouts: Timeouts = field(default_factory=Timeouts)

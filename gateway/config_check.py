@@ -60,6 +60,12 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         for step in tenant.canonical:
             if step not in STEPS:
                 wrong(f"tenants[{number}].canonical", f"{step!r} is not one of {', '.join(STEPS)}")
+    if not 0 < config.doctor.rate <= 1000:
+        wrong("doctor.rate", "must be more than 0, at most 1000 examinations a second")
+    if not 0 < config.doctor.share <= 1:
+        wrong("doctor.share", "is a share of the sessions: more than 0, at most 1; enabled: false examines none")
+    if config.doctor.memory <= 0:
+        wrong("doctor.memory", "must be more than 0; enabled: false examines nothing")
     if not 0 <= config.warming.starts <= 64:
         wrong("warming.starts", "must be from 0 (none) to 64")
     if not 1 <= config.retries.attempts <= 10:

@@ -335,6 +335,7 @@ class Exchange:
     def _begin_answer(self, length: bytes | None) -> Relay:
         """From here on the client has an answer: there is no other attempt."""
         self.phase = RELAYING
+        self.gateway.examining(self)
         # Nothing is sent again from here on: a long stream does not keep its prompt in memory.
         self.body = self.incoming.body = b""
         self.client.body_gone()

@@ -264,6 +264,14 @@ class Metrics:
         self.migrations = Counter(
             "warmroute_session_migrations", "Sessions given another home between their turns, by why.", ("reason",)
         )
+        self.breaks = Counter(
+            "warmroute_prompt_breaks",
+            "Examined prompts that did not go on from the one before, or did not share their start, by cause.",
+            ("tenant", "cause"),
+        )
+        self.break_tokens = Counter(
+            "warmroute_prompt_break_tokens", "Prompt tokens that were not found again for it.", ("tenant", "cause")
+        )
         self.warmed = Counter(
             "warmroute_warmed_starts",
             "Shared starts of prompts sent to engines with empty caches, by outcome.",

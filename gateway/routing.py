@@ -22,7 +22,7 @@ from gateway.sessions import KEPT, Session, Sessions
 from gateway.tenants import Tenant
 from gateway.workers import Target
 from kv_index.index import PrefixIndex
-from kv_index.pages import TEXT_PAGE, names
+from kv_index.pages import SYMBOL, TEXT_PAGE, names
 from policies.base import Candidate, Choice, Fleet as View, Policy, Request, Role
 from policies.disaggregated import paired
 
@@ -459,6 +459,8 @@ class Routing:
         keeps = target.worker.facts.keeps
         if said is not None and ask.ids and keeps:
             ask.pages = self.holdings.said(ask, target, ask.ids + said[:-4], now)
+        if ask.body is not None:
+            self._compare(ask, session)
         self.sessions.keep_pages(session, ask.pages)
         if session.namespace != ask.namespace:
             session.namespace = ask.namespace
@@ -475,6 +477,17 @@ class Routing:
         # Of a pair only the events of the one that computed were asked for.
         told = ask.stored is not None and computes is target
         session.awaits = (ask.stored or 0) + blocks_of(usage, target) if told else 0
+
+    def _compare(self, ask: Ask, session: Session) -> None:
+        """How far its prompt goes on from the session's previous one."""
+        before, symbols = session.pages.symbols, ask.pages.symbols
+        if session.prompt_tokens is not None:
+            ask.before = session.prompt_tokens + session.tail_tokens
+        # What ran beside it, or is of another mode, is no predecessor.
+        if not before or session.running or ask.request.siblings or session.namespace != ask.namespace:
+            return
+        if not symbols.startswith(before):
+            ask.shared = int(common(before, symbols) * ask.page)
 
     # -- the dry run ------------------------------------------------------------------------------------------------
 
@@ -540,6 +553,18 @@ class Routing:
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)
         return None if found is None else found.name
+
+
+def common(one: bytes, other: bytes) -> int:
+    """Leading symbols that both have."""
+    low, high = 0, min(len(one), len(other)) // SYMBOL
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[low * SYMBOL : middle * SYMBOL], low * SYMBOL):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def computing(choice: Choice, target: Target) -> Target:

@@ -18,6 +18,7 @@ from gateway.app import Gateway
 from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Problem
+from gateway.doctor import Doctor
 from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
@@ -115,6 +116,7 @@ class Running:
             self.gateway.opened = OpenSessions(self.gateway, self.probe.ask)
         self.moving = Moving(self.fleet, self.sessions, self.gateway.routing, self.metrics)
         self.sessions.bound = self._bound
+        self.gateway.doctor = _doctor(config, self.metrics)
         warming = config.warming
         roots = Roots()
         self.gateway.roots = roots if warming.starts else None
@@ -139,6 +141,7 @@ class Running:
         """Set to end without waiting for balancers."""
         self._listener: asyncio.Server | None = None
         self._upkeep: asyncio.Task[None] | None = None
+        self._examines: asyncio.Task[None] | None = None
         self._audited: dict[str, list[str]] = {}
         self._evicted: dict[int, int] = {}
         self._observe_at = monotonic() + OBSERVE
@@ -172,6 +175,8 @@ class Running:
             await self.keeper.start()
         await self.probe.start()
         self.lifecycle.start()
+        if self.gateway.doctor is not None:
+            self._examines = loop.create_task(self.gateway.doctor.run(), name="doctor")
         self._upkeep = loop.create_task(self._tick(), name="upkeep")
 
     async def stop(self, pause: float | None = None) -> None:
@@ -208,9 +213,10 @@ class Running:
             await self.keeper.stop()
         await self.probe.stop()
         await self.subscriptions.stop()
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+        for task in (self._upkeep, self._examines):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self.admin.stop()
         for connection in list(gateway.server.connections):
             connection.shut()
@@ -376,6 +382,8 @@ class Running:
 
     def _dropped(self, session: Session) -> None:
         """It was forgotten."""
+        if self.gateway.doctor is not None:
+            self.gateway.doctor.forget(session.hash)
 
     def _homes(self, target: int, change: int) -> None:
         found = self.fleet.targets.get(target)
@@ -418,6 +426,18 @@ def make_limits(config: Config) -> tuple[Inward, Outward]:
         idle_seconds=config.timeouts.idle,
     )
     return inward, outward
+
+
+def _doctor(config: Config, metrics: Metrics) -> Doctor | None:
+    told = config.doctor
+    if not told.enabled:
+        return None
+
+    def counted(tenant: str, cause: str, tokens: int) -> None:
+        metrics.breaks.add((tenant, cause))
+        metrics.break_tokens.add((tenant, cause), tokens)
+
+    return Doctor(memory=told.memory, rate=told.rate, share=told.share, examples=told.examples, counted=counted)
 
 
 def _store(config: Config) -> Store | None:
