@@ -818,7 +818,6 @@ class Gateway:
         now = self.clock()
         self.server.sweep(now)
         self.fleet.sweep(now)
-        self.sessions.rest_after = self.routing.returning.rest_after(self.sessions.idle)
         self.sessions.sweep(now)
         self.index.sweep(now)
         self.pairs.sweep(now)

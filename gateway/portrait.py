@@ -44,7 +44,6 @@ def whole(running: Running, session: Session) -> dict[str, Any]:
         "parent": None if session.parent is None else session.parent.hex(),
         "children": [child.key.hex() for child in children[:CHILDREN]],
         "children_total": len(children),
-        "resting": session.resting,
         "told": sorted(session.told or ()),
         "tool": session.tool or None,
         "holdings": holdings(running, session),

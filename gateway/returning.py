@@ -9,10 +9,6 @@ from policies.returns import GapBook, horizon
 
 LIKELY = 0.5
 """Chance of survival below which KV is said to be lost before its session returns."""
-LATE = 0.95
-"""The share of returns after whose time a session is not expected any more."""
-LEAST_REST = 120.0
-"""Seconds of idling before which no session rests."""
 CROWDED = 1.0
 """How many times its room a target may need before it is said to be too small."""
 
@@ -32,12 +28,6 @@ class Returning:
             home = None if session.tail_target is None else self.fleet.targets.get(session.tail_target)
             if home is not None:
                 home.gaps.add(gap)
-
-    def rest_after(self, idle: float) -> float:
-        """Seconds of idling after which a session is not expected back soon: its home need not keep a place for it."""
-        if not self.book.all.known:
-            return idle
-        return min(idle, max(LEAST_REST, 2.0 * self.book.all.quantile(LATE)))
 
     def room(self, target: Target) -> float | None:
         """Tokens of its cache that are not taken by what runs; ``None``: not known."""

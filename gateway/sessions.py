@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from os import urandom
 
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
@@ -81,8 +81,6 @@ class Session:
     """Workers that keep a reference of it until they are told that it ended -> its requests that run there."""
     tool: str = ""
     """The tool whose result its last turn brought; empty: a user spoke, or nothing is known."""
-    resting: bool = False
-    """It is not expected to come back soon: its home is not charged with it."""
     gone: bool = False
     """It was forgotten."""
     saved: float = 0.0
@@ -120,11 +118,8 @@ class Sessions:
         """Told when a session's home changes, and of its end."""
         self.turned: Callable[[Session, float], None] | None = None
         """Told when a turn of a session ended."""
-        self.rest_after = idle
-        """Seconds of idling after which a session rests."""
-        self._live: OrderedDict[bytes, Session] = OrderedDict()
-        self._resting: OrderedDict[bytes, Session] = OrderedDict()
-        """Both in the order of their last use."""
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        """In the order of their last use."""
         self._ends: dict[bytes, Session] = {}
         self._made = 0
         self._secret = int.from_bytes(urandom(8), "little")
@@ -134,7 +129,7 @@ class Sessions:
         self.expired = 0
 
     def __len__(self) -> int:
-        return len(self._live) + len(self._resting)
+        return len(self._sessions)
 
     # -- identity ---------------------------------------------------------------------------------------------------
 
@@ -261,19 +256,17 @@ class Sessions:
         """``target`` is the session's home from now on; one that was forgotten meanwhile gets none."""
         if session.home == target or session.gone:
             return
-        if session.home is not None and not session.resting:
+        if session.home is not None:
             self._homes(session.home, -1)
         session.home, session.why = target, why
-        if not session.resting:
-            self._homes(target, 1)
+        self._homes(target, 1)
         if self.bound is not None:
             self.bound(session)
 
     def unbind(self, session: Session) -> None:
         """The session has no home now."""
         if session.home is not None:
-            if not session.resting:
-                self._homes(session.home, -1)
+            self._homes(session.home, -1)
             session.home = None
             if self.bound is not None and not session.gone:
                 self.bound(session)
@@ -282,10 +275,10 @@ class Sessions:
         """``target`` computes the session's prompts from now on; ``None``: nobody in particular."""
         if session.partner == target or (target is not None and session.gone):
             return
-        if session.partner is not None and not session.resting:
+        if session.partner is not None:
             self._homes(session.partner, -1)
         session.partner = target
-        if target is not None and not session.resting:
+        if target is not None:
             self._homes(target, 1)
         if self.bound is not None and not session.gone:
             self.bound(session)
@@ -309,7 +302,7 @@ class Sessions:
         return [other for other in self.all() if other.parent == session.key]
 
     def sweep(self, now: float) -> None:
-        """Forget sessions that were idle for too long, and let those rest that are not expected back soon."""
+        """Forget sessions that were idle for too long; the oldest stand first."""
         until = now - self.idle
         while len(self):
             oldest = self._oldest()
@@ -320,25 +313,12 @@ class Sessions:
                 continue
             self.expired += 1
             self.drop(oldest)
-        until = now - self.rest_after
-        while self._live:
-            oldest = next(iter(self._live.values()))
-            if oldest.used > until:
-                return
-            if oldest.running:
-                self.touch(oldest, now)
-                continue
-            del self._live[oldest.key]
-            self._resting[oldest.key] = oldest
-            self._count(oldest, -1)
-            oldest.resting = True
 
     def drop(self, session: Session) -> None:
         """Forget one session; one that was forgotten before takes its successor of the same name not with it."""
         if session.gone:
             return
-        if self._live.pop(session.key, None) is None:
-            del self._resting[session.key]
+        del self._sessions[session.key]
         session.gone = True
         self.symbol_bytes -= len(session.pages.symbols)
         session.pages = EMPTY
@@ -354,50 +334,39 @@ class Sessions:
 
     def restore(self, session: Session, used: float) -> bool:
         """Take a session back that was kept over a restart; whether there was room, and none of that key."""
-        if session.key in self._live or session.key in self._resting or len(self) >= self.most:
+        if session.key in self._sessions or len(self) >= self.most:
             return False
         session.used = used
-        self._live[session.key] = session
+        self._sessions[session.key] = session
         for end in session.ends + session.asked:
             self._ends.setdefault(end, session)
         return True
 
     def get(self, key: bytes) -> Session | None:
         """By key, without touching it."""
-        return self._live.get(key) or self._resting.get(key)
+        return self._sessions.get(key)
 
     def all(self) -> Iterable[Session]:
         """Every session, the longest unused first. The store must not change meanwhile."""
-        return chain(self._resting.values(), self._live.values())
+        return self._sessions.values()
 
     def recent(self, limit: int) -> list[Session]:
         """The most recently used, newest first."""
-        return list(islice(chain(reversed(self._live.values()), reversed(self._resting.values())), limit))
+        return list(islice(reversed(self._sessions.values()), limit))
 
     def _oldest(self) -> Session:
-        return next(iter(self._resting.values() or self._live.values()))
-
-    def _count(self, session: Session, change: int) -> None:
-        for target in (session.home, session.partner):
-            if target is not None:
-                self._homes(target, change)
+        return next(iter(self._sessions.values()))
 
     def _add(self, session: Session) -> None:
         while len(self) >= self.most:
             self.dropped += 1
             self.drop(self._oldest())
-        self._live[session.key] = session
+        self._sessions[session.key] = session
 
     def touch(self, session: Session, now: float) -> None:
         """It is in use."""
         session.used = now
-        if session.resting:
-            del self._resting[session.key]
-            self._live[session.key] = session
-            session.resting = False
-            self._count(session, 1)
-        else:
-            self._live.move_to_end(session.key)
+        self._sessions.move_to_end(session.key)
 
 
 def keys_of(found: Found, tenant: str, model: str) -> tuple[bytes, bytes | None]:
