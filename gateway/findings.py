@@ -277,6 +277,11 @@ def normal(place: Place, cause: Cause, first: int) -> Place:
     ``first``: the index of the first message behind the system's.
     """
     place = place._replace(name=place.name[:NAME])
+    if cause is Cause.TOOLS_REORDERED:
+        # Whichever came first this time.
+        return Place(Part.TOOL) if place.offset is None else Place(Part.TOOL, place.name)
+    if cause is Cause.TOOLS_CHANGED:
+        return Place(Part.TOOL, place.name)
     if not place.where:
         return place
     if place.number == first and cause in (Cause.TIME, Cause.ID, Cause.WHITESPACE):

@@ -144,24 +144,33 @@ def _in_line(one: str, other: str) -> tuple[Cause, int] | None:
 
 
 _MONTH = (
-    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
-    r"|nov(?:ember)?|dec(?:ember)?)\.?"
+    r"(?:jan(?:uary|uar|vier|eiro)?|feb(?:ruary|ruar|rero)?|février|fevereiro|mar(?:ch|s|zo|ço)?|märz|apr(?:il|ile)?|avril|abril"
+    r"|may|mai|mayo|maio|june?|juni|juin|junio|junho|july?|juli|juillet|julio|julho|aug(?:ust)?|août|agosto"
+    r"|sept?(?:ember|embre|iembre)?|setembro|oct(?:ober|obre|ubre)?|okt(?:ober)?|outubro|nov(?:ember|embre|iembre|embro)?"
+    r"|dec(?:ember)?|dez(?:ember|embro)?|décembre|diciembre)\.?"
 )
-_DAY = r"(?:mon(?:day)?|tue(?:s(?:day)?)?|wed(?:nesday)?|thu(?:rs(?:day)?)?|fri(?:day)?|sat(?:urday)?|sun(?:day)?)"
+_DAY = (
+    r"(?:mon(?:day|tag)?|tue(?:s(?:day)?)?|wed(?:nesday)?|thu(?:rs(?:day)?)?|fri(?:day)?|sat(?:urday)?|sun(?:day)?"
+    r"|dienstag|mittwoch|donnerstag|freitag|samstag|sonntag|lundi|mardi|mercredi|jeudi|vendredi|samedi|dimanche"
+    r"|lunes|martes|miércoles|jueves|viernes|sábado|domingo)"
+)
+_EAST = r"(?:\s?[(（]?(?:星期|周)[一二三四五六日天][)）]?|\s?[(（][月火水木金土日][)）])"
 _ZONE = r"(?:\s?(?:z|utc|gmt|cet|cest|eet|eest|wet|west|bst|est|edt|cst|cdt|mst|mdt|pst|pdt|ist|jst|aest|aedt)\b)?"
 _CLOCK = (
-    r"(?:\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?:\s?[ap]\.?m\b\.?)?|\d{1,2}\s?[ap]m\b)"
-    rf"{_ZONE}(?:\s?[+-]\d{{2}}:?\d{{2}})?"
+    r"(?:\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?(?:\s?[ap]\.?m\b\.?)?|\d{1,2}\s?[ap]m\b|\d{1,2}h\d{2}|\d{1,2}\s(?:o'clock|uhr)\b"
+    rf"|\d{{1,2}}\s?[时時시](?:\s?\d{{1,2}}\s?[分분])?(?:\s?\d{{1,2}}\s?[秒초])?){_ZONE}(?:\s?[+-]\d{{2}}:?\d{{2}})?"
 )
-_NTH = r"\d{1,2}(?:st|nd|rd|th)?"
+_NTH = r"\d{1,2}(?:st|nd|rd|th|\.)?"
 _DATE = (
     r"(?:\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{4}\.\d{1,2}\.\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}\.\d{1,2}\.\d{4}"
-    rf"|{_MONTH}\s+{_NTH}(?:,?\s+\d{{4}})?|{_NTH}\s+(?:of\s+)?{_MONTH}(?:,?\s+\d{{4}})?|{_MONTH},?\s+\d{{4}}"
-    r"|\d{4}年\d{1,2}月(?:\d{1,2}日)?|(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:t?\d{4,6}(?:\.\d+)?z?)?)"
+    rf"|\d{{2}}-\d{{2}}-(?:\d{{4}}|\d{{2}})|\d{{1,2}}[-/]{_MONTH}[-/]\d{{4}}|\d{{4}}-?w\d{{2}}(?:-?\d)?|\d{{1,2}}/(?:19|20)\d{{2}}"
+    rf"|{_MONTH}\s+{_NTH}(?:,?\s+\d{{4}})?|{_NTH}\s+(?:of\s+|de\s+)?{_MONTH}(?:,?\s+(?:de\s+)?\d{{4}})?|{_MONTH},?\s+\d{{4}}"
+    rf"|\d{{4}}\s?[年년]\s?\d{{1,2}}\s?[月월](?:\s?\d{{1,2}}\s?[日일])?{_EAST}?"
+    r"|(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:t?\d{4,6}(?:\.\d+)?z?)?)"
 )
 _TIME = (
     rf"{_DAY},?\s+{_MONTH}\s+\d{{1,2}},?\s+{_CLOCK}\s+\d{{4}}"
-    rf"|(?:{_DAY},?\s+)?{_DATE}(?:\s?\(?(?:星期|周)[一二三四五六日天]\)?)?(?:(?:t|_|,?\s+(?:at\s+)?){_CLOCK})?(?:,?\s+\(?{_DAY}\)?)?"
+    rf"|(?:{_DAY},?\s+)?{_DATE}(?:{_EAST})?(?:(?:t|_|:|,?\s+(?:at\s+|à\s+|um\s+)?){_CLOCK})?(?:,?\s+\(?{_DAY}\)?)?"
     rf"|(?:{_DAY},?\s+(?:at\s+)?)?{_CLOCK}(?:,?\s+(?:on\s+)?(?:{_DAY},?\s+)?{_DATE})?"
     r"|1\d{9}(?:\.\d{1,9})?|1\d{12}(?:\.\d{1,6})?|1\d{15}|1\d{18}"
     r"|\d+\s?(?:ms|milliseconds?|s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?|weeks?)\s+ago"
@@ -181,15 +190,17 @@ _NOW = re.compile(
 )
 """Words by which it is one."""
 _COUNTER = re.compile(
-    r"(?:\b(?:request|req|turn|attempt|iteration|session|run|job|build|seq|sequence|counter|nonce|seed|trace|ticket|id)"
-    r"(?:\s+(?:id|no\.?|nr\.?|number))?|#|\bnumber|\bno\.)[\s:=#_-]{0,3}\Z",
+    r"(?:(?:\b|_)(?:request|req|turn|attempt|iteration|session|run|job|build|seq|sequence|counter|nonce|seed|trace|ticket|usage"
+    r"|pid|id)(?:[\s_-]+(?:id|no\.?|nr\.?|number))?|#|\bnumber|\bno\.)[\s:=#\"'_-]{0,4}\Z",
     re.IGNORECASE,
 )
 """What stands before a number that counts requests."""
 _LEFT = re.compile(
-    r"\s?(?:tokens?|requests?|messages?|turns?|seconds?)\s+(?:left|remaining|remain|used|so far)\b", re.I
+    r"\s?(?:tokens?|requests?|messages?|turns?|seconds?)?\s+(?:left|remaining|remain|used|so far)\b", re.IGNORECASE
 )
 """What stands behind one."""
+_KEY = re.compile(r"(?:nonce|(?:\b|_)id|uuid|guid|cch|hash|digest|checksum|etag|trace|span|salt)[\s:=\"']{1,4}\Z", re.I)
+"""What stands before a word that is an id whatever it looks like."""
 _SEPARATOR = re.compile(r"[-_/+=:]")
 _HEX = re.compile(r"[0-9a-f]{6,}|[0-9A-F]{6,}")
 _TEMPORARY = re.compile(r"(?:tmp|temp)[._-]?[A-Za-z0-9_]{6,}")
@@ -225,13 +236,15 @@ def _is_id(left: re.Match[str], right: re.Match[str]) -> bool:
     if cut is not None:
         kept = len(ones) - cut.start()
         ones, others = ones[:-kept], others[:-kept]
+    before = left.string[: left.start() + begin]
     if _TEMPORARY.fullmatch(ones) and _TEMPORARY.fullmatch(others):
         return True
     if ones.isdecimal() and others.isdecimal():
-        if min(len(ones), len(others)) >= 6:
+        if min(len(ones), len(others)) >= 7:
             return True
-        before, text = left.string[: left.start() + begin], left.string
-        return _COUNTER.search(before[-48:]) is not None or _LEFT.match(text, left.end()) is not None
+        return _COUNTER.search(before[-48:]) is not None or _LEFT.match(left.string, left.end()) is not None
+    if len(one) == len(other) >= 4 and _KEY.search(left.string[: left.start()][-24:]) is not None:
+        return True
     return _both_random(ones, others)
 
 
@@ -252,7 +265,9 @@ def _random(word: str) -> bool:
         return False
     runs = _CLASSES.findall(word)
     digits = any(map(str.isdigit, word))
-    if digits and len(runs) >= 4:
-        return True
+    if digits and len(runs) >= 4 and (len(word) >= 20 or not _SEPARATOR.search(word)):
+        return len(runs) * 4 >= len(word)
+    if _SEPARATOR.search(word):
+        return any(map(_random, _SEPARATOR.split(word)))
     mixed = len(word) >= 16 and word.lower() != word and word.upper() != word
     return mixed and len(runs) * 3 >= len(word)

@@ -70,7 +70,9 @@ def _tools_cause(ones: Sequence[Tool], others: Sequence[Tool]) -> tuple[Cause, i
         return Cause.TOOLS_CHANGED, None
     plain, plains = [_sorted(tool) for tool in ones], [_sorted(tool) for tool in others]
     if sorted(plain) == sorted(plains):
-        return Cause.TOOLS_REORDERED, None
+        moved = [tool.name for tool in ones] != [tool.name for tool in others]
+        at = next((common(one.text, other.text) for one, other in zip(ones, others, strict=True) if one != other), 0)
+        return Cause.TOOLS_REORDERED, None if moved else at
     found: tuple[Cause, int | None] | None = None
     for tool, one, fellow, other in zip(ones, plain, others, plains, strict=True):
         if one == other:

@@ -15,8 +15,8 @@ from kv_index.causes import Cause, Difference, common, difference
 from kv_index.heads import Break, broken_at, heads
 from kv_index.outlines import Message, Outline, Part, Piece, Place, weight
 
-SHORT = 40
-"""Bytes of a message that says nothing of which conversation it is from: many begin with "hello"."""
+ALIKE = 0.25
+"""Conversations are one if more than this share of the shorter one is in the other, too."""
 SHORTER = 0.7
 """A history is much shorter if less than this share of it is left."""
 
@@ -163,9 +163,10 @@ _SUMMARY = re.compile(
 )
 
 
-def _summarises(message: Message) -> bool:
-    """Whether it says that it stands for others."""
-    return any(piece.part is Part.TEXT and _SUMMARY.search(piece.text, 0, 4096) for piece in message.pieces)
+def _summarises(message: Message, instead: Message) -> bool:
+    """Whether it says, in what the one that it stands instead of does not say, that it stands for others."""
+    new = [piece for piece in message.pieces if piece not in instead.pieces]
+    return any(piece.part is Part.TEXT and _SUMMARY.search(piece.text, 0, 4096) for piece in new)
 
 
 def _kept(ones: Sequence[Message], others: Sequence[Message]) -> tuple[int, int]:
@@ -187,7 +188,7 @@ def _rewritten(ones: Sequence[Message], others: Sequence[Message], at: int, aske
     kept, place = _kept(rest, others)
     size = sum([message.weight for message in ones])
     said = size - sum([message.weight for message in rest])
-    summary = any(map(_summarises, others[: place + 1][:2]))
+    summary = any(_summarises(message, rest[0]) for message in others[: place + 1][:2])
     if kept:
         # Many short ones that end alike are no sign.
         gone, put = rest[: len(rest) - kept], others[:place]
@@ -206,9 +207,10 @@ def _rewritten(ones: Sequence[Message], others: Sequence[Message], at: int, aske
 
 
 def _overlaps(ones: Sequence[Message], others: Sequence[Message]) -> bool:
-    """Whether both have a message that is long enough to tell that they are of one conversation."""
-    known = {message.key for message in ones if message.weight >= SHORT}
-    return any(message.key in known for message in others)
+    """Whether both say so much alike that they are one conversation: many have a short message in common."""
+    known = {message.key for message in ones}
+    alike = sum([message.weight for message in others if message.key in known])
+    return alike > ALIKE * min(sum([each.weight for each in messages]) for messages in (ones, others))
 
 
 def _continues(before: Outline, after: Outline) -> bool:
@@ -223,7 +225,7 @@ def _continues(before: Outline, after: Outline) -> bool:
         told = [difference(left.text, right.text) for left, right in zip(one.pieces, other.pieces, strict=True)]
         if all(each is None or each.cause is not None for each in told):
             return True
-    return len(ones) > 2 and _summarises(other)
+    return len(ones) > 2 and _summarises(other, one)
 
 
 # -- prompts that are one text ----------------------------------------------------------------------------------------

@@ -139,6 +139,8 @@ class Place(NamedTuple):
         at = "" if self.offset is None else f"character {self.offset} of "
         if self.part is Part.PARAMETER:
             return f"the parameter {self.name}"
+        if self.part is Part.TOOL and not self.name and self.number is None:
+            return "the list of tools"
         if self.part is Part.TOOL:
             tool = f"the tool {self.name}" if self.number is None else f"tools[{self.number}] ({self.name})"
             return at + tool

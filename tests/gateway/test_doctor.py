@@ -331,7 +331,7 @@ def test_findings_are_bounded_and_offsets_that_wander_are_one_place() -> None:
     assert len(findings) == OFFSETS + 1
     assert any(each["place"]["text"] == "the system prompt" for each in findings.ranked())
     for at in range(MOST + 200):
-        broken = Break(Cause.TOOLS_CHANGED, Place(Part.TOOL, f"t{at}", 0, None), 0, 1, 1)
+        broken = Break(Cause.TOOLS_CHANGED, Place(Part.TOOL, f"t{at}"), 0, 1, 1)
         findings.add("x", "m", at, broken, broken.place, Cost(1000 + at, 0, False), False, 0.0)
         assert len(findings) <= MOST
     ranked = findings.ranked()
@@ -345,7 +345,10 @@ def test_two_sessions_breaks_at_the_same_place_are_one_finding() -> None:
     first = Place(Part.TEXT, "user", 1, 30, "messages")
     assert normal(first, Cause.TIME, 1) == first
     assert normal(first, Cause.REWRITTEN, 1) == Place(Part.TEXT, "user")
-    assert len(normal(Place(Part.TOOL, "n" * 500, 0), Cause.TOOLS_CHANGED, 0).name) == 64
+    assert normal(Place(Part.TOOL, "n" * 500, 3, 8), Cause.TOOLS_CHANGED, 0) == Place(Part.TOOL, "n" * 64)
+    assert str(normal(Place(Part.TOOL, "grep", 3), Cause.TOOLS_REORDERED, 0)) == "the list of tools"
+    assert str(normal(Place(Part.TOOL, "grep", 3, 20), Cause.TOOLS_REORDERED, 0)) == "the tool grep"
+    assert normal(Place(Part.TOOL, "grep", 3, 20), Cause.TIME, 0) == Place(Part.TOOL, "grep", 3, 20)
 
 
 def test_sessions_are_counted_about() -> None:
