@@ -68,6 +68,8 @@ def canonical(kind: str, body: bytes, steps: frozenset[str]) -> tuple[bytes, tup
     unknown = steps.difference(STEPS)
     if unknown:
         raise ValueError(f"canonical: no step {min(unknown)!r}; the steps are {', '.join(STEPS)}")
+    if not steps:
+        return body, ()
     try:
         members = _members.decode(body)
         changed: dict[str, bytes] = {}
@@ -84,7 +86,7 @@ def canonical(kind: str, body: bytes, steps: frozenset[str]) -> tuple[bytes, tup
             if without:
                 changed |= without
                 done = [*done, "volatile"]
-        if not changed or _twice(body, changed):
+        if not changed or _twice(body, members, changed):
             return body, ()
     except (ValueError, UnicodeError, RecursionError):
         return body, ()
@@ -106,8 +108,12 @@ def _demands(choice: Raw | None) -> bool:
     return told not in (None, "auto", "none")
 
 
-def _twice(body: bytes, changed: dict[str, bytes]) -> bool:
+def _twice(body: bytes, members: dict[str, Raw], changed: dict[str, bytes]) -> bool:
     """Whether a member that is to change is there twice."""
+    told = sum([len(memoryview(raw)) for raw in members.values()]) + sum([len(name.encode()) + 4 for name in members])
+    if told + 1 == len(body):
+        # There is no room for another.
+        return False
     if all(body.count(b'"' + name.encode() + b'"') < 2 for name in changed) and b"\\u" not in body:
         return False
     top: list[list[str]] = [[]]

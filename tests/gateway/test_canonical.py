@@ -208,7 +208,18 @@ def test_tools_stay_in_order_where_two_have_one_name_or_one_is_marked() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"no", b"[]", b"3", b"\xff", b'{"tools":[{}', b'{"tools":[{"name":"b"}],"tools":[{"b":1,"a":2}]}']
+    "raw",
+    [
+        b"",
+        b"no",
+        b"[]",
+        b"3",
+        b"\xff",
+        b'{"tools":[{}',
+        b'{"tools":[{"name":"b"}],"tools":[{"b":1,"a":2}]}',
+        b'{"tools":[{"name":"b"}],"\\u0074ools":[{"b":1,"a":2}]}',
+        b'{ "tools":[{"name":"b"}] , "tools":[{"b":1,"a":2}]}',
+    ],
 )
 def test_bad_bodies_and_members_that_are_there_twice_stay(raw: bytes) -> None:
     after, done = canonical("chat", raw, ALL)
