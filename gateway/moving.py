@@ -100,7 +100,7 @@ class Moving:
         now = self.fleet.clock()
         self.fleet.set_state(worker, State.DRAINING, "drained by the operator")
         drain = self.drains.get(worker.id)
-        if drain is None:
+        if drain is None or drain.worker is not worker:
             drain = self.drains[worker.id] = Drain(worker, now, now + over)
             ids = {target.id for target in worker.targets}
             there = [session for id_ in ids for session in self.sessions.at_home(id_)]
@@ -155,6 +155,9 @@ class Moving:
         # One step every half second.
         due = len(drain.left) if seconds <= 0.5 else ceil(len(drain.left) / (2.0 * seconds))
         drain.stuck = None
+        if seconds <= 0.0:
+            # Who has no pause to be moved in goes elsewhere with its next request.
+            drain.worker.lingers = False
         for _ in range(min(due, AT_ONCE)):
             session = drain.left.popleft()
             if session.gone or (session.home not in ids and session.partner not in ids):
@@ -167,9 +170,9 @@ class Moving:
             try:
                 self._away(session, ids, now)
             except Fault as fault:
-                drain.left.appendleft(session)
+                drain.left.append(session)
                 drain.stuck = fault.message
-                return
+                continue
             drain.moved += 1
         if not drain.left:
             drain.worker.lingers = False

@@ -287,16 +287,15 @@ class Routing:
     def choose(self, ask: Ask, tried: Collection[int], now: float) -> Choice:
         """What the policy says. Raises `NoWorker`; changes nothing."""
         self.fleet.settle_estimates(now)
+        home = ask.request.home
+        stays = None if home is None or home in tried else self.fleet.lingering(home, now)
+        if stays is not None:
+            return Choice(stays, "home", prefill=self.partner_of(stays, ask, tried, now))
         view = self.view(ask, tried, now)
         staged = view.prefill is not None
         if ask.model is not None and ask.policy.needs_prefix:
             computing = view.targets if view.prefill is None else view.prefill.targets
             ask.request.crowd = ask.model.demand.crowd(len(computing), now)
-        home = ask.request.home
-        if home is not None and home not in view.positions and home not in tried:
-            stays = self.fleet.lingering(home, now)
-            if stays is not None:
-                return Choice(stays, "home", prefill=self.partner_of(stays, ask, tried, now))
         ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)
         return (self._policy(ask, True) if staged else ask.policy).choose(ask.request, view, now)
 
