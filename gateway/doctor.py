@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from gateway.examining import OVERHEAD, Measure, Note as Note, Starts, cost_of, rate_of
+from gateway.examining import OVERHEAD, Measure, Note as Note, Starts, cost_of, lost_of, rate_of
 from gateway.findings import Cost, Findings, Totals, normal, place_of
 from gateway.outline import Unread, outline
 from kv_index.heads import Break
@@ -115,8 +115,8 @@ class Doctor:
             return
         kept = self._kept.get(session)
         size = len(note.body)
-        if size > LARGEST:
-            self._skip("too large", note)
+        if size > LARGEST or not size:
+            self._skip("too large" if size else "not held", note)
             if kept is not None:
                 # Whatever comes next does not follow what is kept.
                 self._drop(session)
@@ -244,7 +244,9 @@ class Doctor:
         elif found.relation is Relation.BRANCH:
             totals.branches += 1
         elif found.broken is None:
-            totals.unexplained += note.shared_tokens is not None
+            if note.shared_tokens is not None:
+                totals.unexplained += 1
+                totals.unexplained_tokens += lost_of(note) or 0
         else:
             self._record(
                 note, found.broken, before.first, cost_of(base, note, before, after, found.broken, self._measure), False

@@ -151,21 +151,21 @@ def _head_of(told: Outline) -> Outline:
     return Outline(parameters=told.parameters, tools=told.tools, system=told.system)
 
 
+def lost_of(note: Note) -> int | None:
+    """Tokens of the one before that could have been found and were not; ``None``: nobody counted them."""
+    if note.before_tokens is None or note.prompt_tokens is None or note.shared_tokens is None:
+        return None
+    return max(0, min(note.before_tokens, note.prompt_tokens) - note.shared_tokens)
+
+
 def cost_of(base: Note, note: Note, before: Outline, after: Outline, broken: Break, measure: Measure | None) -> Cost:
     """What a break cost: by the note's own counts, measured, or estimated by bytes."""
     size = min(broken.before, broken.after)
     lost_bytes = max(0, size - broken.shared)
-    counts = (note.shared_tokens, note.before_tokens, note.prompt_tokens)
     measured = measure.lineage(base, note) if measure is not None else None
-    estimated = False
-    if measured is not None:
-        shared, one, other = measured
-        lost = min(one, other) - shared
-    elif counts[0] is not None and counts[1] is not None and counts[2] is not None:
-        lost = min(counts[1], counts[2]) - counts[0]
-    else:
-        lost, estimated = round(lost_bytes * rate_of(note, after)), True
-    lost = max(0, lost)
+    counted = lost_of(note) if measured is None else max(0, min(measured[1:]) - measured[0])
+    estimated = counted is None
+    lost = round(lost_bytes * rate_of(note, after)) if counted is None else counted
     heads = lost_bytes and broken.place.part in (Part.TOOL, Part.SYSTEM, Part.PARAMETER)
     left = _canonical_left(base, note, before, after) if heads else None
     gain = 0 if left is None else round(lost * max(0, lost_bytes - left) / lost_bytes)

@@ -158,7 +158,9 @@ class Totals:
     retries: int = 0
     branches: int = 0
     unexplained: int = 0
-    """The gateway saw a break where the bodies show none."""
+    """Prompts that extend the one before, but not what was generated to it: answers came back otherwise, ..."""
+    unexplained_tokens: int = 0
+    """... and what that cost."""
     lost: int = 0
     cached: int | None = None
     """Tokens that engines, or the comparison, found cached; ``None``: nobody told."""
@@ -179,6 +181,7 @@ class Totals:
             "retries": self.retries,
             "branches": self.branches,
             "unexplained": self.unexplained,
+            "unexplained_tokens": self.unexplained_tokens,
             "tokens_lost": self.lost,
             "tokens_cached": self.cached,
             "share_of_hits_lost": lost,

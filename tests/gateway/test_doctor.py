@@ -157,13 +157,25 @@ def test_retries_branches_and_breaks_that_bodies_do_not_show() -> None:
     one = note(chat("You help.", "What is it?"), new=True)
     examined(doctor, one, note(chat("You help.", "What else is it?"), shared_tokens=3))
     examined(doctor, note(chat("Write a title.", "Something"), shared_tokens=0))
-    examined(doctor, note(chat("Write a title.", "Something", "A title", "Another"), shared_tokens=2))
+    examined(
+        doctor,
+        note(
+            chat("Write a title.", "Something", "A title", "Another"),
+            shared_tokens=2,
+            before_tokens=9,
+            prompt_tokens=20,
+        ),
+    )
     told = doctor.report()
     assert told["findings"] == []
-    assert {name: told["tenants"]["x"]["m"][name] for name in ("retries", "branches", "unexplained", "breaks")} == {
+    assert {
+        name: told["tenants"]["x"]["m"][name]
+        for name in ("retries", "branches", "unexplained", "unexplained_tokens", "breaks")
+    } == {
         "retries": 1,
         "branches": 1,
         "unexplained": 1,
+        "unexplained_tokens": 7,
         "breaks": 0,
     }
 
@@ -293,6 +305,10 @@ def test_what_comes_too_fast_or_is_too_large_or_not_sampled_is_counted() -> None
     told = doctor.report()
     assert told["skipped_by"] == {"not sampled": 1, "too many": 2, "too large": 1}
     assert told["breaks"] == {"examined": 1, "skipped": 3}
+    # A body that was not held is no body: nothing is compared with it.
+    doctor.seen(note(chat(), 2, new=True))
+    doctor.seen(note(b"", 2, before_tokens=5))
+    assert doctor.skipped["not held"] == 1 and 2 not in doctor._kept
 
 
 def test_breaks_go_before_sessions_that_begin() -> None:
@@ -403,6 +419,31 @@ def test_bad_bodies_are_counted_and_nothing_is_raised(kind: str, caplog: pytest.
     assert told["examined"] + told["skipped"] == total
     assert told["skipped_by"].get("defect", 0) == 0, caplog.text
     assert told["skipped"] > len(BAD)
+
+
+def mangled(random: Random, value: Any) -> Any:
+    """Some of it is of another type."""
+    if random.random() < 0.03:
+        return random.choice((None, 5, -1.5, True, "", "x", [], {}, [[]], {"text": 3}, [None], {"role": "system"}))
+    if isinstance(value, dict):
+        return {name: mangled(random, each) for name, each in value.items() if random.random() > 0.02}
+    return [mangled(random, each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies_of_all_types_are_examined_or_counted(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    random, doctor, total = Random(kind), Doctor(memory=1 << 28, examples=True), 0
+    for label in MAKERS:
+        for pair in pairs(label, kind, 12, seed=8):
+            session = total
+            for body in pair:
+                told = json.dumps(mangled(random, json.loads(body))).encode()
+                examined(doctor, note(told, session, kind=kind, shared_tokens=random.choice((None, 1))))
+                total += 1
+    told = doctor.report()
+    assert told["skipped_by"].get("defect", 0) == 0, caplog.text
+    assert told["examined"] + told["skipped"] == total and min(told["examined"], told["skipped"]) > 20
+    json.dumps(told)
 
 
 async def test_the_task_examines_and_goes_on_after_a_defect(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from gateway.outline import Unread, outline
 from gateway.prompt import Thinking
 from kv_index.causes import Cause
 from kv_index.lineage import Relation, compare
+from tests.gateway import doctor_corpus
 from tests.gateway.doctor_corpus import KINDS, MAKERS, pairs
 
 COUNT = 100
@@ -41,6 +43,12 @@ def test_each_cause_is_found_and_no_other_is_blamed(capsys: pytest.CaptureFixtur
     for label, precision, recall in table:
         assert precision > LEAST and recall > LEAST, (label, {key: n for key, n in seen.items() if label in key})
     assert set(MAKERS) >= {cause.value for cause in Cause} - {"other"}
+
+
+def test_the_corpus_knows_nothing_of_what_it_tests() -> None:
+    text = Path(doctor_corpus.__file__).read_text()
+    names = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert names.isdisjoint({"gateway", "kv_index", "policies", "tests"})
 
 
 def test_thinking_is_stripped_only_where_the_template_strips_it() -> None:
