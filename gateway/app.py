@@ -99,6 +99,7 @@ class Gateway:
         modes: Mapping[str, Mode] | None = None,
         pairs: Disaggregation | None = None,
         tokens: bool = True,
+        labels: bool = False,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -131,6 +132,8 @@ class Gateway:
         self.doctor: Doctor | None = None
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
+        self.labels = labels
+        """Whether engines that label their KV events are told of sessions."""
         self.tokens = tokens
         """Whether clients that name no session are given a token that does."""
         self.ending = False
@@ -462,6 +465,14 @@ class Gateway:
         if salted and target.worker.facts.engine in SALTED:
             add["cache_salt"] = msgspec.json.encode(self.salt(exchange.ask))
         return splice(body, reading.guarded, add)
+
+    def label_of(self, exchange: Exchange, target: Target) -> bytes:
+        """The header line by which vLLM labels its KV events; none where the client sends one, or a ``session_id``."""
+        session = exchange.ask.session
+        told = exchange.reading.labelled or b"x-session-id" in exchange.incoming.named
+        if session is None or told or target.worker.facts.engine != "vllm":
+            return b""
+        return b"x-session-id: %b\r\n" % session.key.hex().encode()
 
     def salt(self, ask: Ask) -> str:
         """What keeps an isolated tenant's cache apart in the engine; made with the client's own salt, and tells nothing."""

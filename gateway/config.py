@@ -192,9 +192,11 @@ class SessionsConfig:
     """Whether clients that name no session are given a token (``x-warmroute-session``) by which they can."""
     cookie: bool = False
     """Whether the token is set as a cookie too, and read from it."""
-    secret: Secret | None = None
+    token_key: Secret | None = None
     """What tokens are sealed with: the same for all replicas, and over restarts. If not given: ``isolation_key``, or what the
     state file keeps, or a random one."""
+    labels: bool = False
+    """Whether vLLM engines are told of sessions, by which they label their KV events (for other readers of those)."""
     streaming: bool = False
     """Whether clients may open sessions on SGLang engines (``/open_session``), which keep their KV there between turns."""
     state: str | None = None

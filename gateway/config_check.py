@@ -86,7 +86,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     for name in config.sessions.fields:
         if name not in NAMING:
             wrong("sessions.fields", f"{name!r} is not one of {', '.join(NAMING)}")
-    _check_secret("sessions.secret", config.sessions.secret, wrong)
+    _check_secret("sessions.token_key", config.sessions.token_key, wrong)
     if config.sessions.cookie and not config.sessions.token:
         wrong("sessions.cookie", "there is no cookie without a token: set sessions.token to true, or leave cookie out")
     _check_disaggregation(config.disaggregation, wrong)

@@ -295,6 +295,7 @@ class Exchange:
             target.worker.spec.api_key,
             self.gateway.tenants.keyed,
             target.rank if len(target.worker.targets) > 1 else None,
+            self.gateway.label_of(self, target) if self.gateway.labels else b"",
         )
         try:
             connection.request(self, head, body)

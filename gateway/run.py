@@ -100,6 +100,7 @@ class Running:
             modes=self._make_modes(),
             pairs=config.disaggregation,
             tokens=config.sessions.token,
+            labels=config.sessions.labels,
         )
         self.probe = Probe(
             self.fleet,
@@ -455,7 +456,7 @@ def _secret(config: Config, store: Store | None) -> bytes | None:
             kept = store.secret_of()
         except Unsaved as error:
             raise ConfigError([Problem(None, "sessions.state", str(error))]) from None
-    told = config.sessions.secret or config.isolation_key
+    told = config.sessions.token_key or config.isolation_key
     return kept if told is None else str(told).encode()
 
 

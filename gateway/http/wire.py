@@ -68,8 +68,9 @@ def request_head(
     worker_key: str | None,
     keyed: bool,
     rank: int | None = None,
+    extra: bytes = b"",
 ) -> bytes:
-    """Head of the request to a worker.
+    """Head of the request to a worker. ``extra``: complete lines of this request alone.
 
     ``keyed``: credentials are the gateway's own, so the client's stop here. A worker's key takes their place. ``rank``: the
     data-parallel rank to use, where there are several: the engine's own balancer would undo the choice.
@@ -84,8 +85,8 @@ def request_head(
         incoming.memo[key] = start
     assert isinstance(start, bytes)
     if length or incoming.method in _WITH_BODY:
-        return b"%b%b\r\ncontent-length: %d\r\n\r\n" % (start, request_id, length)
-    return b"%b%b\r\n\r\n" % (start, request_id)
+        return b"%b%b\r\n%bcontent-length: %d\r\n\r\n" % (start, request_id, extra, length)
+    return b"%b%b\r\n%b\r\n" % (start, request_id, extra)
 
 
 MEMO = 16

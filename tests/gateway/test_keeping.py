@@ -164,7 +164,7 @@ async def test_a_token_says_where_its_session_is_at_home_to_a_gateway_that_knows
     gateway: Begin, engine: StartEngine
 ) -> None:
     def change(config: Config) -> None:
-        config.sessions.secret = Secret("the same everywhere")
+        config.sessions.token_key = Secret("the same everywhere")
 
     engines = [await engine() for _ in range(4)]
     first, second = [await gateway(*engines, policy="cache_aware", change=change) for _ in range(2)]

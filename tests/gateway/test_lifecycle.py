@@ -218,3 +218,32 @@ def test_slots_are_kept_by_their_sessions_and_given_away_by_age() -> None:
     slots.done(first)
     slots.done(second)
     assert slots.take(b"b") == first
+
+
+@pytest.mark.parametrize(
+    ("lines", "fields", "label"),
+    [
+        (["x-task-id: t"], {}, "key"),
+        (["x-session-id: theirs"], {}, "theirs"),
+        (["x-task-id: t"], {"session_id": "theirs"}, "theirs"),
+    ],
+)
+async def test_vllm_labels_its_events_with_the_session(
+    gateway: Begin, engine: StartEngine, lines: list[str], fields: dict[str, Any], label: str
+) -> None:
+    def change(config: Config) -> None:
+        config.sessions.labels = True
+
+    server = await engine("vllm")
+    labels: list[str] = []
+    inner = server.core.begin
+
+    def begin(name: str, prompts: Any, replies: Any, traits: Any, body: Any = None) -> Any:
+        labels.append(traits.session)
+        return inner(name, prompts, replies, traits, body)
+
+    server.core.begin = begin  # type: ignore[method-assign]
+    running = await gateway(server, policy="cache_aware", change=change)
+    await once(running.port, request(chat(max_tokens=2, **fields), *lines))
+    (session,) = running.sessions.all()
+    assert labels == [session.key.hex() if label == "key" else label]
