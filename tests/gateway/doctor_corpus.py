@@ -20,7 +20,7 @@ KINDS = ("chat", "messages", "responses")
 WORDS = (
     "agent answer archive before branch build careful change check code command commit config continue data day decade "
     "default describe draft edit error every example facade file final find first folder format function history index "
-    "inspect issue item keep line list log long look make march may message minutes module monday month never next now "
+    "inspect item keep line list log long look make march may message minutes module monday month never next now "
     "number often once open option order output path plan please policy print process project prompt question read report "
     "request rest result retry review run save search second section sentence session short show state step style sunday "
     "table task test text then tidy time today token tool turn update use user value verify version warn week word work "
@@ -182,7 +182,7 @@ def id_pair(random: Random) -> tuple[str, str]:
     if form == 9:
         return str(random.randint(10**6, 10**9 - 1)), str(random.randint(10**6, 10**9 - 1))
     if form == 10:
-        folder = "/tmp/tmp{}/work"
+        folder = "/tmp/tmp{}/out"
         return folder.format(one_id(random, 2)), folder.format(one_id(random, 2))
     return one_id(random, form), one_id(random, form)
 
