@@ -351,7 +351,7 @@ def _local(host: str) -> bool:
 async def _object(request: web.Request) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(await request.read())
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
