@@ -276,7 +276,7 @@ def _without_volatile(kind: str, members: dict[str, Raw]) -> dict[str, bytes]:
     raw = members.get(name) if name is not None else None
     if name is None or raw is None or BILLING.encode() not in bytes(raw):
         return {}
-    found = _chat(raw) if kind == "chat" else _content(raw)
+    found = _chat(raw) if kind == "chat" else _content(raw, whole=True)
     return {} if found is None else {name: found}
 
 
@@ -289,7 +289,7 @@ def _chat(raw: Raw) -> bytes | None:
     role = first.get("role")
     if role is None or msgspec.json.decode(role) not in ("system", "developer") or "content" not in first:
         return None
-    content = _content(first["content"])
+    content = _content(first["content"], whole=False)
     if content is None:
         return None
     parts = [_name(name) + b":" + (content if name == "content" else bytes(each)) for name, each in first.items()]
@@ -297,8 +297,11 @@ def _chat(raw: Raw) -> bytes | None:
     return b"[" + b",".join(map(bytes, listed)) + b"]"
 
 
-def _content(raw: Raw) -> bytes | None:
-    """A text, or the first of a list of text blocks, without its billing line; ``None``: it has none."""
+def _content(raw: Raw, whole: bool) -> bytes | None:
+    """A text, or the first of a list of text blocks, without its billing line; ``None``: it has none.
+
+    ``whole``: engines leave out such a block with whatever else it says, so one that says more stays.
+    """
     if _opens(raw, b'"'):
         rest = _rest(msgspec.json.decode(raw))
         return None if rest is None else msgspec.json.encode(rest)
@@ -310,6 +313,8 @@ def _content(raw: Raw) -> bytes | None:
     block = _members.decode(listed[0])
     rest = _rest(msgspec.json.decode(block["text"])) if "text" in block else None
     if rest is None:
+        return None
+    if rest and whole:
         return None
     if rest:
         parts = [

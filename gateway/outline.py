@@ -101,7 +101,11 @@ def _arguments(told: Any) -> str:
 
 def _messages(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
     listed = [_object(each) for each in _list(told.get("messages"))]
-    system = [text for text in map(_without_billing, _texts(told.get("system"))) if text]
+    given = told.get("system")
+    if isinstance(given, str) and given.startswith(BILLING):
+        given = given.partition("\n")[2]
+    # Of blocks engines leave out the whole.
+    system = [text for text in _texts(given) if text and not text.startswith(BILLING)]
     if head:
         listed = []
     messages = [Message(_text(each.get("role")), tuple(_blocks(each.get("content")))) for each in listed]
@@ -116,10 +120,6 @@ def _messages(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
         messages=messages,
         shown=thinking.shown_from(last, len(messages)),
     )
-
-
-def _without_billing(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
 def _only_results(content: Any) -> bool:

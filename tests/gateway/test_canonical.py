@@ -250,6 +250,12 @@ LINE = f"{BILLING} cc_version=2.1; cch=a1b2c3;"
         ),
         ("messages", {"system": [{"type": "text", "text": LINE}]}, None),
         ("messages", {"system": f"You know {LINE}"}, None),
+        ("messages", {"system": [{"type": "text", "text": f"{LINE}\nmore"}, {"type": "text", "text": "x"}]}, None),
+        (
+            "chat",
+            {"messages": [{"role": "system", "content": [{"type": "text", "text": f"{LINE}\nmore"}]}]},
+            {"messages": [{"role": "system", "content": [{"type": "text", "text": "more"}]}]},
+        ),
         ("responses", {"instructions": f"{LINE}\nYou help."}, {"instructions": "You help."}),
         (
             "chat",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -91,3 +92,20 @@ def test_how_json_is_spelled_is_no_break_but_the_order_of_a_schema_s_keys_is() -
     assert label_of("chat", one, other) == "extends"
     moved = other.replace(b'"a": {}, "b": {}', b'"b": {}, "a": {}')
     assert label_of("chat", one, moved) == "tools_reordered"
+
+
+def test_the_billing_line_of_a_client_is_no_break_where_engines_leave_it_out() -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1; cch={};"
+    said = [{"role": "user", "content": "hello"}]
+
+    def body(system: object) -> bytes:
+        return json.dumps({"system": system, "messages": said}).encode()
+
+    blocks = [
+        [{"type": "text", "text": line.format(at)}, {"type": "text", "text": "You help."}] for at in ("3f9a1", "00b2c")
+    ]
+    assert label_of("messages", body(blocks[0]), body(blocks[1])) == "extends"
+    texts = [f"{line.format(at)}\nYou help." for at in ("3f9a1", "00b2c")]
+    assert label_of("messages", body(texts[0]), body(texts[1])) == "extends"
+    chats = [json.dumps({"messages": [{"role": "system", "content": text}, *said]}).encode() for text in texts]
+    assert label_of("chat", chats[0], chats[1]) == "random_id"
