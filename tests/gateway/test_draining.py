@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.config import WorkerConfig
 from gateway.run import Running
 from gateway.sessions import Session
 from gateway.workers import Worker
@@ -331,3 +332,70 @@ async def test_new_turns_do_not_reach_a_drained_worker_through_a_connection_that
         await drain(running, worker)
         answer = await client.ask(request(body(2), "x-session-id: s"))
         assert answer.one("x-warmroute-worker") != worker.targets[0].name
+
+
+async def test_with_time_to_move_in_the_only_worker_s_sessions_go_on_there(gateway: Begin, engine: StartEngine) -> None:
+    running = await gateway(await engine(time_scale=0.0), policy="cache_aware")
+    worker = await at_one(running, {"s1": 2, "s2": 2})
+    assert (await drain(running, worker, 30))["stuck"]
+    answer = await once(running.port, request(body(2), "x-session-id: s1"))
+    assert answer.status == 200, answer.body
+
+
+async def test_a_session_that_is_never_idle_leaves_when_the_time_is_over(gateway: Begin, engine: StartEngine) -> None:
+    """Two requests of it that overlap, one after the other, as agents with parallel tools make them."""
+    running, _ = await two(gateway, engine, time_scale=0.3)
+    worker = await at_one(running, {"busy": 2})
+    stop = asyncio.Event()
+    seen: list[str] = []
+
+    async def chatter(after: float) -> None:
+        await asyncio.sleep(after)
+        while not stop.is_set():
+            fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+            answer = await once(running.port, request(body(2, **fields), "x-session-id: busy"))
+            seen.append(answer.one("x-warmroute-worker"))
+
+    tasks = [asyncio.ensure_future(chatter(after)) for after in (0.0, 0.15)]
+    await asyncio.sleep(0.4)
+    await drain(running, worker, 1)
+    await asyncio.sleep(5)
+    told = await progress(running, worker)
+    stop.set()
+    await asyncio.gather(*tasks)
+    assert seen[-1] != worker.targets[0].name, f"4 seconds after the drain was to be over: {told}"
+
+
+async def test_sessions_that_nobody_else_can_serve_do_not_keep_the_others(gateway: Begin, engine: StartEngine) -> None:
+    """One worker serves two models, of which another serves one."""
+    both = await engine("vllm", models=["sim", "rare"], time_scale=0.0)
+    one = await engine("vllm", models=["sim"], time_scale=0.0)
+    running = await gateway(WorkerConfig(both.url), WorkerConfig(one.url), policy="cache_aware")
+    worker = running.fleet.workers[both.url.removeprefix("http://")]
+    rare = {**body(1), "model": "rare"}
+    assert (await once(running.port, request(rare, "x-session-id: r"))).status == 200
+    names = [f"s{number}" for number in range(4)]
+    for name in names:
+        await where(running, name, 8)
+    for session in running.sessions.all():
+        await tell(running, "POST", f"/sessions/{session.key.hex()}/move", {"to": worker.targets[0].name})
+    await drain(running, worker)
+    await asyncio.sleep(1.5)
+    assert at_home(running, worker, names) == []
+    assert (await progress(running, worker))["stuck"]
+
+
+async def test_a_worker_of_the_same_address_has_a_drain_of_its_own(gateway: Begin, engine: StartEngine) -> None:
+    running, _ = await two(gateway, engine)
+    worker = await at_one(running, {f"s{number}": 2 for number in range(6)})
+    await drain(running, worker, 600)
+    await tell(running, "DELETE", f"/workers/{worker.id}")
+    await tell(running, "POST", "/workers", {"url": worker.url})
+    again = running.fleet.workers[worker.id]
+    await until(lambda: again.state.value == "ready")
+    for session in running.sessions.all():
+        await tell(running, "POST", f"/sessions/{session.key.hex()}/move", {"to": again.targets[0].name})
+    told = await drain(running, again)
+    assert (told["sessions"], told["moved"]) == (6, 6), told
+    await asyncio.sleep(0.6)
+    assert (await progress(running, again) or {}).get("done")
