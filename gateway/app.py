@@ -39,6 +39,7 @@ from gateway.errors import (
 from gateway.exchange import SILENT, Exchange
 from gateway.fleet import Fleet
 from gateway.gauges import gauges
+from gateway.hints import able
 from gateway.http import wire
 from gateway.http.incoming import Incoming, Shape
 from gateway.http.limits import Inward, Outward
@@ -444,7 +445,7 @@ class Gateway:
         if exchange.ask.session is not None and exchange.route.generates and self.lifecycle is not None:
             facts = target.worker.facts
             first = None if exchange.choice is None else exchange.choice.prefill
-            if facts.refers or facts.slots is not None or first is not None:
+            if facts.refers or facts.slots is not None or first is not None or able(target.worker):
                 assert first is None or isinstance(first, Target)
                 members = self.lifecycle.members(exchange.ask, target, first)
         if not (renamed or reading.guarded or salted or fetches):

@@ -127,6 +127,8 @@ class WorkerConfig:
     """host:port at which its peers can fetch KV that it holds (vLLM's OffloadingConnector with its P2P tier)."""
     shared_store: bool | None = None
     """Whether what it computes is written to a store that its pool shares."""
+    retention: bool = False
+    """TensorRT-LLM: whether its server takes ``kv_cache_retention_config`` with requests (the stock one does not)."""
 
     def spec(self, protocol: str | None = None) -> WorkerSpec:
         """For the fleet; ``protocol``: that of workers that name none. Raises `ValueError` for a bad url or address."""

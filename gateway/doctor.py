@@ -22,7 +22,7 @@ from kv_index.outlines import Outline, Place
 
 log = logging.getLogger("warmroute")
 
-LARGEST = 1024 * 1024
+LARGEST = 512 * 1024
 """Bytes of a body that is examined."""
 SESSIONS = 10_000
 """Sessions of which the last breaks are kept, ..."""

@@ -19,7 +19,9 @@ from gateway.asks import Ask
 from gateway.engines import Answer
 from gateway.errors import GatewayFault, WorkerFault
 from gateway.fleet import Fleet
+from gateway.hints import able, hint
 from gateway.metrics import Metrics
+from gateway.returning import Returning
 from gateway.sessions import Session, Sessions
 from gateway.workers import State, Target, Worker
 
@@ -42,10 +44,11 @@ Post = Callable[[Worker, str, str, bytes], Awaitable[Answer]]
 class Lifecycle:
     """See the module's head. ``post`` calls a worker's control surface and raises `WorkerFault` or `GatewayFault`."""
 
-    def __init__(self, fleet: Fleet, sessions: Sessions, metrics: Metrics, post: Post) -> None:
+    def __init__(self, fleet: Fleet, sessions: Sessions, returning: Returning, metrics: Metrics, post: Post) -> None:
         self.fleet = fleet
         self.sessions = sessions
         self.metrics = metrics
+        self._returning = returning
         self._post = post
         self._ends: OrderedDict[tuple[str, str], int] = OrderedDict()
         """(worker, session as the engine knows it) -> calls that failed; the oldest first."""
@@ -119,6 +122,8 @@ class Lifecycle:
                     ask.told.append(each.worker.id)
                     self.sent(session, each.worker)
                     found["session_id"] = b'"%b"' % session.key.hex().encode()
+        if able(target.worker) and not reading.ranked and session.turns:
+            found |= self._hint(session, target)
         if target.slots is not None and not reading.slotted:
             self._leave(ask)
             slot = target.slots.take(session.key)
@@ -126,6 +131,14 @@ class Lifecycle:
                 ask.slot = (target.slots, slot)
                 found["id_slot"] = b"%d" % slot
         return found
+
+    def _hint(self, session: Session, target: Target) -> dict[str, bytes]:
+        """Where its KV would not survive until its next turn."""
+        gap = self._returning.in_danger(session, target, self.fleet.clock())
+        if gap is None:
+            return {}
+        self.metrics.hints.add((target.name,))
+        return hint(target.worker, gap)
 
     def over(self, ask: Ask) -> None:
         """A request is over, however."""

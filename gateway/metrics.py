@@ -277,6 +277,11 @@ class Metrics:
             "Shared starts of prompts sent to engines with empty caches, by outcome.",
             ("target", "outcome"),
         )
+        self.hints = Counter(
+            "warmroute_retention_hints",
+            "Requests by which an engine was asked to keep KV that would not survive until its session returns.",
+            ("target",),
+        )
         self.session_closes = Counter(
             "warmroute_session_closes", "Ends of sessions that engines were to be told of.", ("outcome",)
         )

@@ -9,6 +9,8 @@ from policies.returns import GapBook, horizon
 
 LIKELY = 0.5
 """Chance of survival below which KV is said to be lost before its session returns."""
+MOSTLY = 0.9
+"""The share of returns for whose time KV is asked to be kept."""
 CROWDED = 1.0
 """How many times its room a target may need before it is said to be too small."""
 
@@ -42,6 +44,14 @@ class Returning:
         seen to return."""
         room = self.room(target)
         return room is not None and target.gaps.known and self.needed(target, now) > CROWDED * room
+
+    def in_danger(self, session: Session, target: Target, now: float) -> float | None:
+        """Seconds within which the session returns as a rule, if its KV is not likely to last that long at ``target``."""
+        room, inflow = self.room(target), target.inflow.rate(now)
+        if room is None or not inflow:
+            return None
+        gaps = self.book.expected(session.tenant, session.tool)
+        return gaps.quantile(MOSTLY) if gaps.known and gaps.within(horizon(room, inflow)) < LIKELY else None
 
     def forecast(self, session: Session, target: Target, now: float, bytes_per_token: int | None) -> dict[str, Any]:
         """Whether the session's KV will survive at ``target`` until it returns, for people and scripts."""

@@ -111,7 +111,9 @@ class Running:
             join_seconds=config.probes.join,
         )
         self.subscriptions = Subscriptions(self.index, self.metrics, self.probe.poll_events, self._by_ids)
-        self.lifecycle = Lifecycle(self.fleet, self.sessions, self.metrics, self.probe.ask)
+        self.lifecycle = Lifecycle(
+            self.fleet, self.sessions, self.gateway.routing.returning, self.metrics, self.probe.ask
+        )
         self.gateway.lifecycle = self.lifecycle
         if config.sessions.streaming:
             self.gateway.opened = OpenSessions(self.gateway, self.probe.ask)

@@ -96,6 +96,8 @@ class Facts:
     """Whether what it computes is written to a store that the engines of its pool share."""
     refers: bool = False
     """Whether it keeps a reference of each session that requests name, until it is told of the session's end."""
+    retains: bool = False
+    """Whether it keeps longer what requests of a higher priority left, and does nothing else by it."""
     streams: bool = False
     """Whether sessions can be opened on it that keep their KV between turns."""
     slots: int | None = None
@@ -141,6 +143,8 @@ class WorkerSpec:
     """Host and port at which its peers can fetch KV that it holds."""
     stores: bool | None = None
     """Whether what it computes is written to a store that the engines of its pool share."""
+    retention: bool = False
+    """Whether it takes ``kv_cache_retention_config`` (TensorRT-LLM)."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

@@ -52,6 +52,7 @@ class Reading:
         "opaque",
         "opened",
         "previous",
+        "ranked",
         "salt",
         "session",
         "slotted",
@@ -85,6 +86,8 @@ class Reading:
         """The name that the client gave the request (SGLang's ``rid``)."""
         self.opened: object | None = None
         """The engine's own session that it is a turn of, where the gateway knows it."""
+        self.ranked = False
+        """The client gave the request a priority."""
         self.slotted = False
         """The client chose a slot of the engine's (llama.cpp's ``id_slot``)."""
         self.tool: Callable[[], str | None] | None = None

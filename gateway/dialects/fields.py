@@ -64,6 +64,7 @@ class Common(Guarded):
     session_id: Field = UNSET
     session_params: Field = UNSET
     id_slot: Field = UNSET
+    priority: Field = UNSET
     litellm_session_id: Field = UNSET
     metadata: Field = UNSET
     rid: Field = UNSET
@@ -133,6 +134,7 @@ def read_common(decoder: msgspec.json.Decoder[Typed], reading: Reading, body: by
         reading.stateful = name if isinstance(name, str) else ""
         reading.named = text_of(common.rid)
     reading.slotted = common.id_slot is not UNSET
+    reading.ranked = common.priority is not UNSET
     if common.cache_salt is not UNSET:
         salt = common.cache_salt
         reading.salt = lambda: text_of(salt)

@@ -44,6 +44,11 @@ class SGLang:
             server.get("hicache_storage_backend")
         )
         facts.refers = server.get("enable_session_radix_cache") is True
+        facts.retains = (
+            server.get("radix_eviction_policy") == "priority"
+            and server.get("enable_priority_scheduling") is False
+            and server.get("abort_on_priority_when_disabled") is not True
+        )
         facts.streams = server.get("enable_streaming_session") is True
         if server.get("enable_cache_report") is False:
             facts.missing.append("usage_details")

@@ -15,6 +15,7 @@ from load_tests.engine.options import (
     DIALECTS,
     EVENT_FORMATS,
     EVENT_HASHES,
+    EVICTIONS,
     LATE_READS,
     LOAD_FAILURES,
     OFFLOAD_EVENTS,
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host-tokens", type=int, default=0, metavar="N", help="room in host memory for what leaves the device")
     add("--disk-tokens", type=int, default=0, metavar="N", help="room on disk for what leaves host memory")
     add("--session-refs", action="store_true", help="sglang: reference sessions until they are closed")
+    add("--eviction", choices=EVICTIONS, default="lru", help="sglang: what goes first")
     add("--streaming-sessions", action="store_true", help="sglang: sessions that keep their KV may be opened")
     _event_flags(arguments)
     _connector_flags(arguments)
@@ -162,6 +164,7 @@ def options_from(arguments: argparse.Namespace) -> EngineOptions:
         hybrid=arguments.hybrid,
         hybrid_states=arguments.hybrid_states,
         session_refs=arguments.session_refs,
+        eviction=arguments.eviction,
         streaming_sessions=arguments.streaming_sessions,
         ranks=arguments.ranks,
         events=arguments.events is not None,

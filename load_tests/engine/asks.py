@@ -19,6 +19,7 @@ class Traits(NamedTuple):
     report_all: bool = False
     rank: int | None = None
     slot: int | None = None
+    priority: int = 0
 
 
 def traits_of(options: EngineOptions, headers: Mapping[str, str], body: JSON, namespace: str) -> Traits:
@@ -35,7 +36,9 @@ def traits_of(options: EngineOptions, headers: Mapping[str, str], body: JSON, na
         if slot is not None and slot >= options.max_running:
             raise ApiError(400, f"id_slot {slot} is not one of {options.max_running} slots", param="id_slot")
     full = xargs.get("kv_cache_report_mode") == "full"
-    return Traits(namespace, session, full, rank_of(options, headers, body), slot)
+    return Traits(
+        namespace, session, full, rank_of(options, headers, body), slot, integer(body, "priority", -(2**31)) or 0
+    )
 
 
 def rank_of(options: EngineOptions, headers: Mapping[str, str], body: JSON) -> int | None:

@@ -33,6 +33,7 @@ class Holding:
         "namespace",
         "node",
         "open",
+        "priority",
         "published",
         "report_all",
         "session",
@@ -48,6 +49,7 @@ class Holding:
         self.session = session
         self.report_all = report_all
         self.slot = slot
+        self.priority = 0
         self.open = False
         self.loading = False
         self.blocks: list[int] = []

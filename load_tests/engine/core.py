@@ -133,7 +133,13 @@ class Core:
         rank = self.pick(self.connector.rank(body) if traits.rank is None else traits.rank)
         works = [
             Work(
-                prompt, reply.tokens if reply else (), traits.namespace, traits.session, traits.report_all, traits.slot
+                prompt,
+                reply.tokens if reply else (),
+                traits.namespace,
+                traits.session,
+                traits.report_all,
+                traits.slot,
+                traits.priority,
             )
             for prompt, reply in zip(prompts, replies, strict=True)
         ]

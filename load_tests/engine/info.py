@@ -18,6 +18,7 @@ from load_tests.engine.hybrid import HybridCache
 from load_tests.engine.openai import messages_of, tools_of
 from load_tests.engine.prompts import chat_prompt
 from load_tests.engine.publisher import HWM
+from load_tests.engine.radix import RadixCache
 from load_tests.engine.rank import Rank
 from load_tests.engine.slots import SlotCache
 from load_tests.engine.template import JSON
@@ -183,6 +184,9 @@ async def server_info(core: Core, call: Call) -> web.StreamResponse:
             "disable_radix_cache": not options.prefix_cache,
             "kv_events": _event_source(core),
             "enable_session_radix_cache": options.session_refs,
+            "radix_eviction_policy": options.eviction,
+            "enable_priority_scheduling": False,
+            "abort_on_priority_when_disabled": False,
             "enable_streaming_session": options.streaming_sessions,
             "internal_states": [{"max_running_requests_per_dp": options.max_running} for _ in core.ranks],
             "version": SGLANG_VERSION,
@@ -313,6 +317,9 @@ async def flush_cache(core: Core, call: Call) -> web.StreamResponse:
 async def close_session(core: Core, call: Call) -> web.StreamResponse:
     """Always 200, also for a session that is not there."""
     core.sessions.discard(str(call.body.get("session_id")))
+    for rank in core.ranks:
+        if isinstance(rank.cache, RadixCache):
+            rank.cache.close_session(str(call.body.get("session_id")))
     core.opened.close(str(call.body.get("session_id")))
     return web.Response()
 

@@ -17,6 +17,8 @@ OffloadEvents = Literal["placeholder", "full"]
 ConnectorName = Literal["", "none", "nixl", "mooncake", "shared", "p2p", "bootstrap", "transceiver"]
 LoadFailure = Literal["fail", "recompute"]
 LateReads = Literal["fail", "blocks"]
+Eviction = Literal["lru", "priority"]
+EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 ROLES: tuple[Role, ...] = get_args(Role)
 EVENT_FORMATS: tuple[EventFormat, ...] = get_args(EventFormat)
@@ -83,7 +85,8 @@ class EngineOptions:
     sglang's decode engine keep a prefix cache.
 
     session_refs is sglang's --enable-session-radix-cache, as far as it can be seen from outside: sessions are referenced from
-    the first request that names them until they are closed. streaming_sessions is its --enable-streaming-session.
+    the first request that names them until they are closed, and what none refers to is evicted first. streaming_sessions is
+    its --enable-streaming-session, eviction its --radix-eviction-policy.
     """
 
     port: int = 0
@@ -137,6 +140,7 @@ class EngineOptions:
     decode_radix: bool = False
     shared_dir: str = ""
     session_refs: bool = False
+    eviction: Eviction = "lru"
     streaming_sessions: bool = False
 
     def __post_init__(self) -> None:
@@ -170,8 +174,10 @@ class EngineOptions:
                 raise OptionError(f"{name} {getattr(self, name)} is no file")
         self._check_events()
         self._check_connector()
-        if self.dialect != "sglang" and (self.session_refs or self.streaming_sessions):
-            raise OptionError(f"{self.dialect} has no sessions")
+        if self.eviction not in EVICTIONS:
+            raise OptionError(f"eviction must be one of {', '.join(EVICTIONS)}, not {self.eviction!r}")
+        if self.dialect != "sglang" and (self.session_refs or self.streaming_sessions or self.eviction != "lru"):
+            raise OptionError(f"{self.dialect} has no sessions, and evicts the least recently used")
         if (self.host_tokens or self.disk_tokens) and self.dialect == "llamacpp":
             raise OptionError("llamacpp has no tiers below the device")
         if self.hybrid:

@@ -2,7 +2,8 @@
 
 A sequence matches at admission, computes into pages of its own, and hands them to the tree at the end of each
 prefill chunk and when it finishes (prompt and output without the last token, whose KV was never computed). Pages
-that the tree already has are given back. Eviction removes whole unlocked leaves, least recently used first.
+that the tree already has are given back. Eviction removes whole unlocked leaves, least recently used first; before that,
+where sessions are referenced, those that none refers to, and where it goes by priority, those of the lowest.
 A hit is ``min(lcp, n - 1) // page * page``. (SGLang 0.5.23, mem_cache/radix_cache.py.)
 """
 
@@ -14,40 +15,8 @@ from itertools import count
 
 from load_tests.engine.cache import Holding, KVCache
 from load_tests.engine.hashes import Chain
+from load_tests.engine.nodes import Key, Node, common_length
 from load_tests.engine.tiers import Block, Sources
-
-Key = tuple[int, ...]
-
-
-class Node:
-    """An edge and what hangs below it: ``key`` is a whole number of pages of tokens, each with its hash if any are."""
-
-    __slots__ = ("children", "hashes", "key", "locks", "namespace", "parent", "start", "tails", "used")
-
-    def __init__(self, key: Key, parent: Node | None, used: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.used = used
-        self.locks = 0
-        self.hashes: list[bytes] = []
-        self.tails: list[bytes] = []
-        self.namespace: str = parent.namespace if parent is not None else ""
-        self.start: int = parent.start + len(parent.key) if parent is not None else 0
-        self.children: dict[Key, Node] = {}
-
-
-def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix, by halving slices: each comparison runs in C."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while low < high - 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 class RadixCache(KVCache):
@@ -55,6 +24,10 @@ class RadixCache(KVCache):
 
     # Whether events tell of a finished sequence's last page when it is not full.
     tell_tails = False
+    # Whether a session refers to what its requests left here, until it is closed.
+    refers = False
+    # Whether eviction goes by the priority of the requests that left it.
+    by_priority = False
 
     def __init__(self, num_blocks: int, block_size: int = 1, *, reuse: bool = True, chain: Chain | None = None) -> None:
         self.num_blocks = num_blocks
@@ -64,7 +37,8 @@ class RadixCache(KVCache):
         self._ticks = count(1)
         self._serial = count()
         self._roots: dict[str, Node] = {}
-        self._leaves: list[tuple[int, int, Node]] = []
+        self._leaves: list[tuple[tuple[bool, int, int], int, Node]] = []
+        self._referred: dict[str, list[Node]] = {}
         self._compact_at = 1024
         self._tree_pages = 0
         self._locked_pages = 0
@@ -160,13 +134,29 @@ class RadixCache(KVCache):
             self._insert(holding, key)
             if self.tell_tails and len(key) == holding.published:
                 self._tell_tail(holding, tokens[len(key) : computed])
+            self._refer(holding)
         self._release(holding)
+
+    def _refer(self, holding: Holding) -> None:
+        node = holding.node
+        if self.by_priority:
+            node.priority = max(node.priority, holding.priority)
+        if self.refers and holding.session and holding.session not in node.sessions:
+            node.sessions.add(holding.session)
+            self._referred.setdefault(holding.session, []).append(node)
+
+    def close_session(self, session: str) -> None:
+        """It refers to nothing any more."""
+        for node in self._referred.pop(session, ()):
+            node.sessions.discard(session)
+            self._offer(node)
 
     def clear(self) -> bool:
         if self.used_blocks:
             return False
         self._roots.clear()
         self._leaves.clear()
+        self._referred.clear()
         self._tree_pages = 0
         if self.tiers is not None:
             self.tiers.clear(0)
@@ -209,7 +199,9 @@ class RadixCache(KVCache):
 
     def _split(self, node: Node, length: int) -> Node:
         upper = Node(node.key[:length], node.parent, node.used)
-        upper.locks = node.locks
+        upper.locks, upper.priority, upper.sessions = node.locks, node.priority, set(node.sessions)
+        for session in upper.sessions:
+            self._referred[session].append(upper)
         pages = length // self.block_size
         upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
         assert node.parent is not None
@@ -294,13 +286,18 @@ class RadixCache(KVCache):
     def _offer(self, node: Node) -> None:
         """Enter a leaf among those that may go. Entries are checked when taken, so a stale one does no harm."""
         if node.parent is not None and not node.children and node.locks == 0:
-            heapq.heappush(self._leaves, (node.used, next(self._serial), node))
+            heapq.heappush(self._leaves, (self._worth(node), next(self._serial), node))
             if len(self._leaves) > self._compact_at:
                 self._compact()
 
-    def _valid(self, used: int, leaf: Node) -> bool:
+    @staticmethod
+    def _worth(leaf: Node) -> tuple[bool, int, int]:
+        """What is worth the least goes first."""
+        return bool(leaf.sessions), leaf.priority, leaf.used
+
+    def _valid(self, worth: tuple[bool, int, int], leaf: Node) -> bool:
         attached = leaf.parent is not None and leaf.parent.children.get(leaf.key[: self.block_size]) is leaf
-        return attached and not leaf.children and leaf.locks == 0 and leaf.used == used
+        return attached and not leaf.children and leaf.locks == 0 and self._worth(leaf) == worth
 
     def _compact(self) -> None:
         """Drop stale entries once they outnumber the valid ones."""
@@ -311,12 +308,14 @@ class RadixCache(KVCache):
 
     def _evict(self, pages: int) -> None:
         while pages > 0:
-            used, _, leaf = heapq.heappop(self._leaves)
-            if not self._valid(used, leaf):
+            worth, _, leaf = heapq.heappop(self._leaves)
+            if not self._valid(worth, leaf):
                 continue
             parent = leaf.parent
             assert parent is not None
             del parent.children[leaf.key[: self.block_size]]
+            for session in leaf.sessions:
+                self._referred[session].remove(leaf)
             size = len(leaf.key) // self.block_size
             self._tree_pages -= size
             self.evicted_blocks += size

@@ -60,6 +60,7 @@ def _attention_cache(options: EngineOptions) -> KVCache:
         chain = sglang_chain(options.hash_seed) if hashed else None
         cache = RadixCache(options.num_blocks, size, reuse=reuse, chain=chain)
         cache.tell_tails = options.short_pages
+        cache.refers, cache.by_priority = options.session_refs, options.eviction == "priority"
         return cache
     if options.dialect == "llamacpp":
         return SlotCache(options.max_running, options.context_length, reuse=reuse)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from load_tests.engine.cache import Holding, KVCache
-from load_tests.engine.radix import common_length
+from load_tests.engine.nodes import common_length
 from load_tests.engine.tiers import Sources
 
 SIMILARITY = 0.10

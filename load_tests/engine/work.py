@@ -58,6 +58,7 @@ class Work:
     session: str = ""
     report_all: bool = False
     slot: int | None = None
+    priority: int = 0
     owner: Any = None
     tokens: list[int] = field(init=False)
     holding: Holding = field(init=False)
@@ -82,6 +83,7 @@ class Work:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.holding = Holding(self.namespace, self.session, self.report_all, self.slot)
+        self.holding.priority = self.priority
 
 
 @dataclass(slots=True)

@@ -247,3 +247,39 @@ async def test_vllm_labels_its_events_with_the_session(
     await once(running.port, request(chat(max_tokens=2, **fields), *lines))
     (session,) = running.sessions.all()
     assert labels == [session.key.hex() if label == "key" else label]
+
+
+async def agents(running: Running, names: list[str]) -> None:
+    """A turn of each."""
+    for name in names:
+        await once(running.port, named(name, messages=[{"role": "user", "content": f"{name} " * 150}]))
+
+
+async def test_an_engine_is_asked_to_keep_what_would_not_survive_and_nothing_else(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    server = await engine("sglang", eviction="priority", kv_tokens=4_000, time_scale=0.0)
+    asked: list[int] = []
+    inner = server.core.begin
+
+    def begin(name: str, prompts: Any, replies: Any, traits: Any, body: Any = None) -> Any:
+        asked.append(traits.priority)
+        return inner(name, prompts, replies, traits, body)
+
+    server.core.begin = begin  # type: ignore[method-assign]
+    running = await gateway(server, policy="cache_aware")
+    names = [f"s{number}" for number in range(12)]
+    await agents(running, names)
+    # Nothing is known of their returns yet.
+    assert set(asked) == {0}
+    for _ in range(2):
+        asked.clear()
+        for session in running.sessions.all():
+            # As if its tool had run for a minute.
+            session.ended -= 60.0
+        await agents(running, names)
+    assert set(asked) == {1}
+    # A client's own priority is its own business.
+    asked.clear()
+    await once(running.port, named("s0", priority=-3))
+    assert asked == [-3]

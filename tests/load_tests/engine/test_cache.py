@@ -219,3 +219,49 @@ def test_eviction_follows_last_use(order: list[int]) -> None:
             cache.commit(holding, tokens, size)
             cache.close(holding, tokens, size)
             used = [other for other in used if other != name] + [name]
+
+
+def _left(cache: RadixCache, tokens: list[int], session: str = "", priority: int = 0) -> None:
+    """A request came and went."""
+    holding = Holding(session=session)
+    holding.priority = priority
+    assert cache.open(holding, tokens, cache.match(holding, tokens), len(tokens))
+    cache.commit(holding, tokens, len(tokens))
+    cache.close(holding, tokens, len(tokens))
+
+
+def test_what_a_session_refers_to_goes_after_what_none_does_until_it_is_closed() -> None:
+    cache = RadixCache(100)
+    cache.refers = True
+    _left(cache, [1] * 40, session="old")
+    _left(cache, [2] * 40)
+    # The one that nobody refers to goes, although it was used later.
+    _left(cache, [3] * 40, session="new")
+    assert cache.match(Holding(), [1] * 40 + [9]) == 40
+    assert cache.match(Holding(), [2] * 40 + [9]) == 0
+    cache.close_session("old")
+    _left(cache, [4] * 40)
+    assert cache.match(Holding(), [1] * 40 + [9]) == 0
+    assert cache.match(Holding(), [3] * 40 + [9]) == 40
+
+
+def test_a_reference_survives_the_splitting_of_its_edge() -> None:
+    cache = RadixCache(100)
+    cache.refers = True
+    _left(cache, [1] * 30, session="s")
+    _left(cache, [1] * 15 + [2] * 30)
+    _left(cache, [3] * 60)
+    assert cache.match(Holding(), [1] * 31) == 30
+    cache.close_session("s")
+    _left(cache, [4] * 90)
+    assert cache.match(Holding(), [1] * 31) == 0
+
+
+def test_eviction_by_priority_takes_the_lowest_first() -> None:
+    cache = RadixCache(100)
+    cache.by_priority = True
+    _left(cache, [1] * 40, priority=1)
+    _left(cache, [2] * 40)
+    _left(cache, [3] * 40)
+    assert cache.match(Holding(), [1] * 41) == 40
+    assert cache.match(Holding(), [2] * 41) == 0
