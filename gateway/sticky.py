@@ -33,8 +33,9 @@ class Sticky:
     """Makes and reads tokens with one secret of any length."""
 
     def __init__(self, secret: bytes) -> None:
-        self._tag_key = blake2b(secret, person=b"warmroute tag").digest()
-        self._stream_key = blake2b(secret, person=b"warmroute text").digest()
+        # Copied for each token: hashing a key costs more than hashing so little text.
+        self._tagging = blake2b(key=blake2b(secret, person=b"warmroute tag").digest(), digest_size=_TAG)
+        self._streaming = blake2b(key=blake2b(secret, person=b"warmroute text").digest(), digest_size=_PAYLOAD.size)
 
     def seal(self, tenant: int, key: bytes, home: int) -> bytes:
         """A token for the tenant of that seed."""
@@ -59,8 +60,12 @@ class Sticky:
         return Carried(*_PAYLOAD.unpack(payload))
 
     def _tag(self, tenant: int, payload: bytes) -> bytes:
-        return blake2b(_SCOPE.pack(tenant) + payload, key=self._tag_key, digest_size=_TAG).digest()
+        hashed = self._tagging.copy()
+        hashed.update(_SCOPE.pack(tenant) + payload)
+        return hashed.digest()
 
     def _crypt(self, tag: bytes, text: bytes) -> bytes:
-        stream = blake2b(tag, key=self._stream_key, digest_size=len(text)).digest()
-        return (int.from_bytes(text, "little") ^ int.from_bytes(stream, "little")).to_bytes(len(text), "little")
+        hashed = self._streaming.copy()
+        hashed.update(tag)
+        stream = int.from_bytes(hashed.digest(), "little")
+        return (int.from_bytes(text, "little") ^ stream).to_bytes(_PAYLOAD.size, "little")
