@@ -283,3 +283,24 @@ async def test_an_engine_is_asked_to_keep_what_would_not_survive_and_nothing_els
     asked.clear()
     await once(running.port, named("s0", priority=-3))
     assert asked == [-3]
+
+
+async def test_both_engines_of_a_pair_hear_of_sessions_and_of_their_ends(gateway: Begin, engine: StartEngine) -> None:
+    prefill = [await engine("sglang", role="prefill", session_refs=True) for _ in range(2)]
+    decode = [await engine("sglang", role="decode", session_refs=True, decode_radix=True) for _ in range(2)]
+    engines = prefill + decode
+    running = await gateway(*engines, policy="cache_aware")
+    for turn in range(1, 4):
+        for number in range(8):
+            messages = [{"role": "user", "content": f"{number} " * 400 * turn}]
+            assert (await once(running.port, named(f"s{number}", messages=messages))).status == 200
+    assert sum(each.stats()["sessions"] for each in prefill) == 8
+    assert sum(each.stats()["sessions"] for each in decode) == 8
+    for number in range(4):
+        await once(running.port, request(None, method="DELETE", path=f"/v1/sessions/s{number}"))
+    await until(lambda: references(engines) == 8)
+    worker = next(worker for worker in running.fleet.workers.values() if worker.url == decode[0].url)
+    running.moving.drain(worker)
+    await until(lambda: decode[0].stats()["sessions"] == 0)
+    await running.stop()
+    assert references(engines) == 0
