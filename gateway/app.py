@@ -820,7 +820,8 @@ class Gateway:
         session = None if key is None else self.sessions.get(key)
         if session is not None:
             return [session] if session.tenant == tenant.name else []
-        named = [self.sessions.named(value, tenant.name, model) for model in self.routing.models]
+        models = {*self.routing.models, *self.fleet.known_models, *self.options.configured}
+        named = [self.sessions.named(value, tenant.name, model) for model in models]
         return [session for session in named if session is not None]
 
     # -- upkeep -----------------------------------------------------------------------------------------------------

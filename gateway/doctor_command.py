@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from xxhash import xxh3_64_intdigest
 
+from gateway.content import end_of
 from gateway.dialects import Dialect, Reading, Route, all_dialects
 from gateway.doctor import Doctor, Note
 from gateway.errors import BadRequest
@@ -184,7 +185,7 @@ class Examined:
         prompt = reading.make_prompt(thinking_of(model))
         scope = xxh3_64_intdigest(b"\x00".join((tenant.encode(), model.encode("utf-8", "replace"), reading.namespace)))
         session = sessions.by_content(prompt, scope, tenant, model, now)
-        said = sessions.end_of(prompt, scope)
+        said = end_of(prompt, scope)
         if session is not None and said is not None:
             sessions.remember_content(session, said)
         return session

@@ -55,8 +55,10 @@ class Kept(msgspec.Struct, omit_defaults=True):
     turns: int = 0
     prompt_bytes: int = 0
     prompt_tokens: int | None = None
+    tail_tokens: int = 0
     ends: list[str] = []
     asked: list[str] = []
+    last: str = ""
     used: float = 0.0
     """Unix seconds."""
     gone: bool = False
@@ -330,8 +332,10 @@ class Keeper:
                 session.turns,
                 session.prompt_bytes,
                 session.prompt_tokens,
+                session.tail_tokens,
                 [end.hex() for end in session.ends],
                 [end.hex() for end in session.asked],
+                session.last.hex(),
                 round(time() - (self.fleet.clock() - session.used), 3),
             )
         )
@@ -344,8 +348,8 @@ class Keeper:
 
     def _restore(self, kept: Iterable[Kept]) -> None:
         now, wall = self.fleet.clock(), time()
-        # In the order of their last use, for the oldest stand first.
-        for each in sorted(kept, key=lambda each: each.used):
+        # The last one used first: each stands before those that were restored before it, and behind none that came meanwhile.
+        for each in sorted(kept, key=lambda each: -each.used):
             idle = max(0.0, wall - each.used)
             if idle > self.sessions.idle:
                 continue
@@ -355,10 +359,12 @@ class Keeper:
                 session = Session(key, each.source, each.tenant, each.model, xxh3_64_intdigest(key), parent=parent)
                 session.ends = [bytes.fromhex(end) for end in each.ends]
                 session.asked = [bytes.fromhex(end) for end in each.asked]
+                session.last = bytes.fromhex(each.last)
             except ValueError:
                 continue
             session.turns, session.why = each.turns, each.why
             session.prompt_bytes, session.prompt_tokens = each.prompt_bytes, each.prompt_tokens
+            session.tail_tokens = each.tail_tokens
             session.told = dict.fromkeys(each.told, 0) or None
             session.saved = now
             if self.sessions.restore(session, now - idle):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from xxhash import xxh3_64_intdigest
 
 from gateway.asks import Ask, Model, Options
+from gateway.content import end_of
 from gateway.dialects import Reading, Usage, no_field
 from gateway.errors import BadRequest, NotFound, NoWorker
 from gateway.fleet import Fleet
@@ -383,7 +384,7 @@ class Routing:
         prompt = ask.prompt
         if prompt is not None:
             if ask.found == "content":
-                ask.end = self.sessions.end_of(prompt, ask.scope)
+                ask.end = end_of(prompt, ask.scope)
             ask.prompt = None
         ask.reading.make_prompt = None
 

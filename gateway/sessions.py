@@ -12,22 +12,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from os import urandom
 
-from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
+from gateway.content import Ends
 from gateway.dialects import Reading
 from gateway.naming import Found, Naming
 from gateway.prompt import Prompt
 from gateway.sticky import Sticky
 from kv_index.pages import EMPTY, Pages
 
-ENDS = 3
-"""Ends of each kind that are kept for a session."""
-
 MOST_SYMBOLS = 512 * 1024 * 1024
 """Bytes of symbols that all sessions together keep: of prompts, 32 times as much."""
-
-NEAR = 4
-"""Earlier ends that are tried one by one, latest first: an ordinary turn is found by the second."""
 
 KEPT = 8
 """Turns of a session whose hits are remembered."""
@@ -70,9 +65,11 @@ class Session:
     turns: int = 0
     running: int = 0
     ends: list[bytes] = field(default_factory=list)
-    """Digests under which its content is known to `Sessions.by_content`: up to an answer or a tool's result."""
+    """Digests by which its content is known (`gateway.content`): up to an answer or a tool's result."""
     asked: list[bytes] = field(default_factory=list)
     """The same, up to a user's message."""
+    last: bytes = b""
+    """The latest of them."""
     why: str = ""
     """Why its home is where it is: the reason of the choice that bound it."""
     hits: list[tuple[int, int | None]] = field(default_factory=list)
@@ -120,7 +117,7 @@ class Sessions:
         """Told when a turn of a session ended."""
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         """In the order of their last use."""
-        self._ends: dict[bytes, Session] = {}
+        self.ends = Ends()
         self._made = 0
         self._secret = int.from_bytes(urandom(8), "little")
         self.symbol_bytes = 0
@@ -170,22 +167,11 @@ class Sessions:
     ) -> Session | None:
         """The session whose last messages ``prompt`` extends, or a new one; ``None`` for a prompt without messages.
 
-        ``scope``: 64 bits of what keeps sessions apart: tenant, model, namespace.
-
-        Only a prompt that adds at least one message to the *whole* of an earlier one joins it, so a start that a fleet
-        shares never joins two sessions.
+        ``scope``: 64 bits of what keeps sessions apart: tenant, model, namespace. See `gateway.content`.
         """
-        view = memoryview(prompt.text)
-        session = None
         if not prompt.messages:
             return None
-        for near, mark in enumerate(prompt.earlier_ends()):
-            if near == NEAR:
-                session = self._far_back(prompt, view, scope)
-                break
-            session = self._ends.get(xxh3_128_digest(view[:mark], scope))
-            if session is not None:
-                break
+        session = self.ends.find(prompt, scope)
         if session is None:
             # A dry run sees the very session that the next request would make, and leaves it to be made.
             key = self._new_key(scope)
@@ -200,35 +186,10 @@ class Sessions:
     def _new_key(self, scope: int) -> bytes:
         return xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
 
-    def _far_back(self, prompt: Prompt, view: memoryview, scope: int) -> Session | None:
-        """The same over all earlier ends, in one pass over the text."""
-        hashed, at, found = xxh3_128(seed=scope), 0, None
-        for mark in reversed(list(prompt.earlier_ends())):
-            hashed.update(view[at:mark])
-            at = mark
-            found = self._ends.get(hashed.digest()) or found
-        return found
-
-    def end_of(self, prompt: Prompt, scope: int) -> tuple[bytes, bool] | None:
-        """What a session that said ``prompt`` is found by: a digest, and whether a user's message ends it."""
-        return (xxh3_128_digest(prompt.text, scope), prompt.asks) if prompt.says else None
-
     def remember_content(self, session: Session, said: tuple[bytes, bool]) -> None:
         """Make ``session`` findable by what it said so far; one that was forgotten meanwhile stays so."""
-        if session.gone:
-            return
-        end, asks = said
-        known = self._ends.get(end)
-        if known is session:
-            return
-        if known is not None:
-            (known.ends if end in known.ends else known.asked).remove(end)
-        self._ends[end] = session
-        # Ends of tool steps come and go; where a user had asked is where the next question may have to go on from.
-        ends = session.asked if asks else session.ends
-        ends.append(end)
-        if len(ends) > ENDS:
-            self._ends.pop(ends.pop(0), None)
+        if not session.gone:
+            self.ends.remember(session, *said)
 
     def keep_pages(self, session: Session, pages: Pages) -> None:
         """Remember the symbols of the session's last prompt, within a bound for all of them."""
@@ -322,10 +283,7 @@ class Sessions:
         session.gone = True
         self.symbol_bytes -= len(session.pages.symbols)
         session.pages = EMPTY
-        for end in session.ends + session.asked:
-            self._ends.pop(end, None)
-        session.ends.clear()
-        session.asked.clear()
+        self.ends.forget(session)
         self.unbind(session)
         self.bind_partner(session, None)
         if self.bound is not None:
@@ -333,13 +291,16 @@ class Sessions:
         self._dropped(session)
 
     def restore(self, session: Session, used: float) -> bool:
-        """Take a session back that was kept over a restart; whether there was room, and none of that key."""
+        """Take a session back that was kept over a restart, as the longest unused.
+
+        Whether there was room, and none of its key.
+        """
         if session.key in self._sessions or len(self) >= self.most:
             return False
         session.used = used
         self._sessions[session.key] = session
-        for end in session.ends + session.asked:
-            self._ends.setdefault(end, session)
+        self._sessions.move_to_end(session.key, last=False)
+        self.ends.restore(session)
         return True
 
     def get(self, key: bytes) -> Session | None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from xxhash import xxh3_64_intdigest
 
 from gateway.config import Config
+from gateway.content import end_of
 from gateway.dialects import Reading, all_dialects
 from gateway.naming import Found
 from gateway.prompt import Prompt, Thinking
@@ -33,7 +34,7 @@ NEW_CLAUDE = json.dumps({"device_id": "d" * 64, "account_uuid": OTHER, "session_
 
 def remember(store: Sessions, session: Session, prompt: Prompt, scope: int) -> None:
     """What the end of a request does."""
-    said = store.end_of(prompt, scope)
+    said = end_of(prompt, scope)
     if said is not None:
         store.remember_content(session, said)
 
@@ -409,12 +410,24 @@ def test_claude_code_s_billing_line_does_not_break_lineage() -> None:
         assert talk.say(turn(number)) is first
 
 
-def test_the_newest_of_two_that_said_the_same_is_found() -> None:
+def test_of_several_that_said_the_same_each_goes_on_once() -> None:
     talk = Talk()
-    one = talk.say(prompt_of([user("same")]))
-    two = talk.say(prompt_of([user("same")]))
-    assert one is not two
-    assert talk.say(prompt_of([user("same"), assistant("x"), user("y")])) is two
+    three = [talk.say(prompt_of([user("same")])) for _ in range(3)]
+    assert len({id(session) for session in three}) == 3
+    again = [talk.say(prompt_of([user("same"), assistant(f"x {at}"), user("y")])) for at in range(3)]
+    assert {id(session) for session in again} == {id(session) for session in three}
+    # Whoever goes on from there now goes another way than all of them: as a retry of the newest.
+    assert talk.say(prompt_of([user("same"), assistant("z"), user("y")])) in three
+
+
+def test_the_length_of_the_answer_tells_which_of_them_goes_on() -> None:
+    talk = Talk()
+    long, short = [talk.say(prompt_of([user("same")])) for _ in range(2)]
+    assert long is not None
+    assert short is not None
+    long.tail_tokens, short.tail_tokens = 500, 10
+    assert talk.say(prompt_of([user("same"), assistant("word " * 8), user("y")])) is short
+    assert talk.say(prompt_of([user("same"), assistant("word " * 400), user("y")])) is long
 
 
 # -- the store ----------------------------------------------------------------------------------------------------------
@@ -536,11 +549,11 @@ class Store(RuleBasedStateMachine):
 
     @invariant()
     def what_was_said_is_kept_for_live_sessions_only(self) -> None:
-        ends = vars(self.store)["_ends"]
+        ends = self.store.ends
+        ends.check()
         assert len(ends) <= 4 * self.MOST
-        assert {session.key for session in ends.values()} <= {session.key for session in self.store.recent(100)}
         for session in self.store.recent(100):
-            assert all(ends[end] is session for end in session.ends)
+            assert all(session in ends.claims(end) for end in session.ends)
 
 
 TestStore = Store.TestCase
