@@ -365,6 +365,28 @@ async def test_a_session_that_is_not_known_cannot_be_moved(gateway: Begin, engin
     assert homes(running) == 1
 
 
+async def test_a_body_of_many_levels_is_refused_and_no_error_of_the_control_plane(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    """Every verb that takes a body: POST /workers, PATCH /workers/{id}, POST /sessions/{id}/move."""
+    running, _ = await fleet(gateway, engine)
+    await ok(running, named("s"))
+    session = session_of(running, "s")
+    assert session is not None
+    worker = next(iter(running.fleet.workers))
+    base = f"http://127.0.0.1:{running.admin.port}"
+    seen = []
+    async with aiohttp.ClientSession() as http:
+        for method, path in (
+            ("POST", f"/sessions/{session.key.hex()}/move"),
+            ("POST", "/workers"),
+            ("PATCH", f"/workers/{worker}"),
+        ):
+            async with http.request(method, base + path, data=b'{"to":' + b"[" * 100_000) as answer:
+                seen.append((answer.status, answer.content_type))
+    assert seen == [(400, "application/json")] * 3
+
+
 async def move(running: Running, name: str, to: str | None) -> tuple[int, Any]:
     session = session_of(running, name)
     assert session is not None
@@ -682,7 +704,8 @@ async def test_ten_places_for_a_hundred_clients_are_ten(gateway: Begin, engine: 
     live = list(running.sessions.all())
     assert len(live) <= 10
     assert homes(running) == sum(session.home is not None for session in live)
-    assert len(vars(running.sessions)["_ends"]) <= 6 * 10
+    running.sessions.ends.check()
+    assert len(running.sessions.ends) <= 6 * 10
     assert running.sessions.symbol_bytes == sum(len(session.pages.symbols) for session in live)
     assert f"warmroute_sessions_dropped {running.sessions.dropped}" in await admin(running, "/metrics")
     assert running.sessions.dropped > 80
@@ -690,7 +713,7 @@ async def test_ten_places_for_a_hundred_clients_are_ten(gateway: Begin, engine: 
         await until(lambda: sum(each.stats()["sessions"] for each in engines) <= len(live))
     for session in live:
         running.sessions.drop(session)
-    assert (homes(running), running.sessions.symbol_bytes, len(vars(running.sessions)["_ends"])) == (0, 0, 0)
+    assert (homes(running), running.sessions.symbol_bytes, len(running.sessions.ends)) == (0, 0, 0)
 
 
 async def test_a_session_is_not_idle_while_a_request_of_it_runs(gateway: Begin, engine: StartEngine) -> None:
