@@ -123,7 +123,7 @@ class AdminSite:
 
     async def readyz(self, request: web.Request) -> web.Response:
         """It can serve."""
-        ready, body = self.running.gateway.readiness()
+        ready, body = self.running.gateway.own.readiness()
         return _json(body, 200 if ready else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:

@@ -197,7 +197,7 @@ class Exchange:
     def _attempt(self) -> None:
         gateway, ask = self.gateway, self.ask
         now = gateway.clock()
-        choice = gateway.pinned(ask, self.tried, now)
+        choice = gateway.routing.pinned(ask, self.tried, now)
         handed, self.handed = self.handed, None
         if handed is not None:
             choice = choice or gateway.routing.other(ask, handed.prefill, self.tried, now)
@@ -282,7 +282,7 @@ class Exchange:
         if self.paused:
             connection.slow()
         if self.legs is None:
-            body = self.gateway.body_for(self, target)
+            body = self.gateway.inserts.body_for(self, target)
         else:
             body = self.legs.decode_body
             self.legs.decode_sent = True
@@ -295,7 +295,7 @@ class Exchange:
             target.worker.spec.api_key,
             self.gateway.tenants.keyed,
             target.rank if len(target.worker.targets) > 1 else None,
-            self.gateway.label_of(self, target) if self.gateway.labels else b"",
+            self.gateway.inserts.label_of(self, target) if self.gateway.labels else b"",
         )
         try:
             connection.request(self, head, body)
@@ -304,7 +304,7 @@ class Exchange:
             raise
         if not self.counted:
             self.counted = True
-            self.gateway.sent(self)
+            self.gateway.accounts.sent(self)
 
     # -- what the worker says ---------------------------------------------------------------------------------------
 
@@ -336,11 +336,11 @@ class Exchange:
     def _begin_answer(self, length: bytes | None) -> Relay:
         """From here on the client has an answer: there is no other attempt."""
         self.phase = RELAYING
-        self.gateway.examining(self)
+        self.gateway.accounts.examining(self)
         # Nothing is sent again from here on: a long stream does not keep its prompt in memory.
         self.body = self.incoming.body = b""
         self.client.body_gone()
-        self.gateway.begun(self)
+        self.gateway.accounts.begun(self)
         if self.legs is not None:
             self.legs.begun()
         if self.early is None:
@@ -368,7 +368,7 @@ class Exchange:
         sized = length is not None or status in (204, 304)
         if incoming.old and not sized:
             incoming.close = True
-        told = self.gateway.told(self)
+        told = self.gateway.inserts.told(self)
         head = wire.response_head(status, fields, length, events, incoming, told, self.request_id)
         most = self.gateway.limits_out.held
         kind = Relay if self.legs is None or not events else self.legs.relay()
@@ -414,7 +414,7 @@ class Exchange:
         if not self.first_at:
             self.first_at = self.last_at
             if self.charge is not None:
-                self.gateway.first_event(self, self.charge)
+                self.gateway.accounts.first_event(self, self.charge)
         if self.legs is not None and self.legs.merges and self.legs.waits:
             # What it lacks comes from the prefill engine, which is about to end; see `prefill_answered`.
             if self.connection is not None:
@@ -588,7 +588,7 @@ class Exchange:
         body = self.held
         length = b"%d" % len(body)
         head = wire.response_head(
-            self.status, self.fields, length, False, self.incoming, self.gateway.told(self), self.request_id
+            self.status, self.fields, length, False, self.incoming, self.gateway.inserts.told(self), self.request_id
         )
         self.client.send(head + (b"" if self.incoming.method == b"HEAD" else body))
         client = self.client
@@ -808,7 +808,7 @@ class Exchange:
         if streaming and outcome in ("ok", "stream_error") and self.route.generates:
             usage = self.dialect.usage(self.tail, self.events)
         try:
-            self.gateway.ended(self, outcome, usage, streaming)
+            self.gateway.accounts.ended(self, outcome, usage, streaming)
         except Exception:
             self.gateway.defect("accounting for a request")
         self.relay = self.early = None

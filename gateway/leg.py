@@ -114,7 +114,7 @@ class Leg:
         connection.request(self, head, self.body)
         if not exchange.counted:
             exchange.counted = True
-            exchange.gateway.sent(exchange)
+            exchange.gateway.accounts.sent(exchange)
 
     # -- Receiver ---------------------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ class Legs:
         """What the prefill engine says of the prompt's logprobs."""
         self.until = inf if handed is None else handed.until
         """When what the prefill engine holds for the decode engine is given up."""
-        body = exchange.gateway.body_for(exchange, decode)
+        body = exchange.gateway.inserts.body_for(exchange, decode)
         self.pair = Pair(
             end_of(prefill),
             end_of(decode),

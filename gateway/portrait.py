@@ -52,7 +52,7 @@ def whole(running: Running, session: Session) -> dict[str, Any]:
             for prompt, cached in session.hits
         ],
         "hit_rate": _rate(sum(cached for _, cached in reported if cached is not None), prompts),
-        "breaks": running.gateway.breaks(session),
+        "breaks": running.gateway.accounts.breaks(session),
         "returns": running.gateway.routing.forecast(session, now),
     }
 

@@ -17,16 +17,19 @@ from gateway.fleet import Fleet
 from gateway.holdings import Holdings, blocks_of
 from gateway.metrics import Metrics
 from gateway.offers import Offers
+from gateway.opened import Opened
 from gateway.prompt import Prompt, thinking_of
 from gateway.returning import Returning
 from gateway.sessions import KEPT, Session, Sessions
 from gateway.tenants import Tenant
-from gateway.workers import Target
+from gateway.workers import State, Target
 from kv_index.index import PrefixIndex
 from kv_index.pages import SYMBOL, TEXT_PAGE, names
 from policies.base import Candidate, Choice, Fleet as View, Policy, Request, Role
 from policies.disaggregated import paired
 
+CONVERSATION = "conversation "
+"""Before the names of conversations, among those of responses."""
 PINS = 100_000
 """Stored responses and conversations remembered with the worker that has them."""
 TOOL_NAME = 64
@@ -168,6 +171,36 @@ class Routing:
                 if session is not None and len(self.offers):
                     self._lent(request, session, ids, now)
         return ask
+
+    def pinned(self, ask: Ask, tried: Collection[int], now: float) -> Choice | None:
+        """The choice where state lives on one worker: a stored response that this request goes on from or names."""
+        opened = ask.reading.opened
+        if isinstance(opened, Opened):
+            return self._at_opened(opened, tried, now)
+        reading = ask.reading
+        previous = reading.previous or (None if reading.conversation is None else CONVERSATION + reading.conversation)
+        if previous is None:
+            return None
+        worker_id, _ = self.pins.get((ask.tenant.name, previous), (None, None))
+        if worker_id is None:
+            return None
+        worker = self.fleet.workers.get(worker_id)
+        for target in worker.targets if worker is not None else ():
+            if target.id not in tried and self.fleet.usable(target, now):
+                return Choice(target, "pinned", prefill=self.partner_of(target, ask, tried, now))
+        told = reading.previous or reading.conversation
+        raise NoWorker(f"the worker that holds {told!r} is gone or cannot be used now: its state cannot be reached")
+
+    def _at_opened(self, opened: Opened, tried: Collection[int], now: float) -> Choice:
+        """The one target on which a client's session was opened."""
+        target = opened.target
+        gone = self.fleet.targets.get(target.id) is not target
+        serves = target.worker.state is State.DRAINING or self.fleet.usable(target, now)
+        if gone or target.id in tried or not serves:
+            raise NoWorker(
+                "the worker on which this session was opened is gone or cannot be used now: open another one"
+            )
+        return Choice(target, "pinned")
 
     def pin(self, tenant: Tenant, name: str, worker: str, session: Session | None) -> None:
         """``worker`` alone has the state that goes by ``name``."""

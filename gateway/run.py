@@ -105,7 +105,7 @@ class Running:
         self.probe = Probe(
             self.fleet,
             self._described,
-            self.gateway.heard,
+            self.gateway.accounts.heard,
             health_seconds=config.probes.health,
             load_seconds=config.probes.load,
             join_seconds=config.probes.join,

@@ -202,8 +202,11 @@ def splice(body: bytes, cut: tuple[str, ...] = (), add: dict[str, bytes] | None 
 
 
 def append(body: bytes, members: bytes) -> bytes:
-    """``body`` (a JSON object that is not empty) with ``members`` (JSON, without braces) at its end."""
-    return body.rstrip()[:-1] + b"," + members + b"}"
+    """``body`` (a JSON object) with ``members`` (JSON, without braces) at its end."""
+    inside = body.rstrip()[:-1]
+    # A comma behind nothing would make it no JSON.
+    empty = len(inside) < 64 and inside.strip() == b"{"
+    return inside + (members if empty else b"," + members) + b"}"
 
 
 def named_in(common: Common, name: str) -> str | None:

@@ -55,6 +55,11 @@ class Incoming:
         self.body = b""
 
 
+def is_json(incoming: Incoming) -> bool:
+    """Whether its fields say that its body is JSON."""
+    return incoming.named.get(b"content-type", b"").lower().startswith(b"application/json")
+
+
 def origin(target: bytes) -> bytes:
     """Origin form of a request target; absolute form is accepted as RFC 9112 section 3.2.2 demands."""
     if target.startswith(b"/"):

@@ -304,3 +304,12 @@ async def test_both_engines_of_a_pair_hear_of_sessions_and_of_their_ends(gateway
     await until(lambda: decode[0].stats()["sessions"] == 0)
     await running.stop()
     assert references(engines) == 0
+
+
+async def test_an_empty_body_stays_one_that_the_engine_can_judge(gateway: Begin, engine: StartEngine) -> None:
+    engines = await fleet(engine, 1)
+    running = await gateway(*engines, policy="cache_aware")
+    for body in (b"{}", b" { } "):
+        answer = await once(running.port, request(body, "x-session-id: s"))
+        assert answer.status == 400
+        assert "messages" in answer.json()["error"]["message"], answer.body
