@@ -42,6 +42,13 @@ class Drain:
     stuck: str | None = None
     """Why they cannot be moved."""
 
+    timed: bool = False
+    """It was given time."""
+
+    def lingers(self, now: float) -> bool:
+        """Whether its worker goes on with its own sessions: while there is time, and then with what nobody else can serve."""
+        return now < self.until or (self.timed and self.stuck is not None)
+
     @property
     def done(self) -> bool:
         """Nothing is left to move, and nothing runs there."""
@@ -69,21 +76,32 @@ class Moving:
         if to is None:
             target = self.routing.rehome(session, now)
         else:
-            target = self._named(to)
+            target = self._named(to, now)
             if not self.fleet.serves(target.worker, session.model):
                 raise BadRequest(f"{to} does not serve {session.model!r}, the session's model", param="to")
             if not self.fleet.usable(target, now):
-                raise BadRequest(f"{to} cannot be used now: it is {target.worker.state}", param="to")
+                raise BadRequest(f"{to} cannot be used now: {self._why_not(target)}", param="to")
             if target.role is Role.PREFILL:
                 raise BadRequest(f"{to} only computes prompts: a session is at home where it is answered", param="to")
         self._bind(session, target, "asked")
         return target
 
-    def _named(self, name: str) -> Target:
-        for target in self.fleet.targets.values():
-            if name in (target.name, target.worker.id):
-                return target
+    def _named(self, name: str, now: float) -> Target:
+        """The target of that name, which is also its worker's if it is the first: then any that can be used will do."""
+        exact = next((target for target in self.fleet.targets.values() if target.name == name), None)
+        worker = self.fleet.workers.get(name)
+        if worker is None or not worker.targets or (exact is not None and self.fleet.usable(exact, now)):
+            if exact is not None:
+                return exact
+        else:
+            return min(worker.targets, key=lambda each: (not self.fleet.usable(each, now), each.homes, each.rank))
         raise BadRequest(f"no target is called {name!r}; GET /workers lists them", param="to")
+
+    def _why_not(self, target: Target) -> str:
+        state = target.worker.state
+        if state is not State.READY:
+            return f"it is {state}"
+        return "its breaker is open" if target.breaker.open_until is not None else "it asked for a pause"
 
     def _bind(self, session: Session, target: Target, why: str) -> None:
         if session.home != target.id:
@@ -106,9 +124,9 @@ class Moving:
             there = [session for id_ in ids for session in self.sessions.at_home(id_)]
             drain.left.extend(sorted(dict.fromkeys(there), key=self._dear))
             drain.total = len(drain.left)
-        drain.until = now + over
-        worker.lingers = over > 0.0
+        drain.until, drain.timed = now + over, over > 0.0
         self._step(drain, now)
+        worker.lingers = drain.lingers(now)
         return drain
 
     def resume(self, worker: Worker) -> None:
@@ -121,10 +139,10 @@ class Moving:
         for id_, drain in list(self.drains.items()):
             if self.fleet.workers.get(id_) is not drain.worker:
                 del self.drains[id_]
-            elif drain.left:
+                continue
+            if drain.left:
                 self._step(drain, now)
-            elif drain.worker.lingers:
-                drain.worker.lingers = False
+            drain.worker.lingers = drain.lingers(now)
 
     def progress(self, worker: Worker) -> dict[str, Any] | None:
         """How far its drain is; ``None`` if it does not drain."""
@@ -155,9 +173,6 @@ class Moving:
         # One step every half second.
         due = len(drain.left) if seconds <= 0.5 else ceil(len(drain.left) / (2.0 * seconds))
         drain.stuck = None
-        if seconds <= 0.0:
-            # Who has no pause to be moved in goes elsewhere with its next request.
-            drain.worker.lingers = False
         for _ in range(min(due, AT_ONCE)):
             session = drain.left.popleft()
             if session.gone or (session.home not in ids and session.partner not in ids):
@@ -174,8 +189,6 @@ class Moving:
                 drain.stuck = fault.message
                 continue
             drain.moved += 1
-        if not drain.left:
-            drain.worker.lingers = False
 
     def _away(self, session: Session, ids: set[int], now: float) -> None:
         if session.home not in ids:

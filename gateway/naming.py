@@ -5,7 +5,7 @@ headers of the common clients, body fields. A credential, an address, a trace or
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gateway.dialects import Reading
@@ -109,10 +109,7 @@ class Naming:
             value = clean(text.encode("utf-8", "replace")) if text is not None else None
             if value is not None:
                 return _with_parent(Found("configured", value), fields)
-        token = fields.get(STICKY) if fields else None
-        if token is None and self.cookie and fields:
-            token = _cookie(fields.get(b"cookie"))
-        if token is not None:
+        for token in self._tokens(fields) if fields else ():
             carried = self.sticky.open(tenant, token)
             if carried is not None:
                 return Found("sticky", carried.key, carried=carried)
@@ -121,6 +118,17 @@ class Naming:
             if value is not None:
                 return Found("conversation", value)
         return None
+
+    def _tokens(self, fields: Mapping[bytes, bytes]) -> Iterator[bytes]:
+        """What may be one of the gateway's own tokens."""
+        token = fields.get(STICKY)
+        if token is not None:
+            yield token
+        if self.cookie and STICKY in (told := fields.get(b"cookie", b"")):
+            for part in told.split(b";"):
+                name, _, token = part.strip().partition(b"=")
+                if name == STICKY:
+                    yield token.strip(b'"')
 
     def _naming(self, named: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
         """Those headers that could name a session, ``_`` read as ``-``: most requests have none."""
@@ -171,14 +179,3 @@ def _with_parent(found: Found, fields: Mapping[bytes, bytes]) -> Found:
         if parent is not None and parent != found.value:
             found.parent = parent
     return found
-
-
-def _cookie(value: bytes | None) -> bytes | None:
-    """The gateway's token in a ``Cookie`` field."""
-    if value is None or STICKY not in value:
-        return None
-    for part in value.split(b";"):
-        name, _, token = part.strip().partition(b"=")
-        if name == STICKY:
-            return token.strip(b'"')
-    return None

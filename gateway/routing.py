@@ -186,7 +186,8 @@ class Routing:
             return None
         worker = self.fleet.workers.get(worker_id)
         for target in worker.targets if worker is not None else ():
-            if target.id not in tried and self.fleet.usable(target, now):
+            able = self.fleet.usable(target, now) or self.fleet.lingering(target.id, now) is not None
+            if target.id not in tried and able:
                 return Choice(target, "pinned", prefill=self.partner_of(target, ask, tried, now))
         told = reading.previous or reading.conversation
         raise NoWorker(f"the worker that holds {told!r} is gone or cannot be used now: its state cannot be reached")

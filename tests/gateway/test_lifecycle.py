@@ -312,4 +312,4 @@ async def test_an_empty_body_stays_one_that_the_engine_can_judge(gateway: Begin,
     for body in (b"{}", b" { } "):
         answer = await once(running.port, request(body, "x-session-id: s"))
         assert answer.status == 400
-        assert "messages" in answer.json()["error"]["message"], answer.body
+        assert "messages" in answer.json()["message"], answer.body
