@@ -21,10 +21,13 @@ from agents import (
     OpenAIResponsesModel,
     RunConfig,
     Runner,
+    RunResult,
+    RunResultStreaming,
     StopAtTools,
     function_tool,
 )
 from agents.models.interface import Model
+from agents.result import RunResultBase
 
 from gateway.run import Running
 from load_tests.engine import Engine
@@ -53,8 +56,11 @@ def rate(spent: list[Spent]) -> float:
     return sum(each.cached for each in spent) / sum(each.prompt for each in spent)
 
 
-async def compare(begin: Begin, start: StartEngine, session: Session, what: str, dialect: str = "vllm") -> None:
-    """All sessions at once through a gateway, then one after the other at an engine alone."""
+async def compare(
+    begin: Begin, start: StartEngine, session: Session, what: str, dialect: str = "vllm", helpers: bool = False
+) -> None:
+    """All sessions at once through a gateway, then one after the other at an engine alone. ``helpers``: they have sub-agents,
+    which are sessions too."""
     engines = [await start(dialect, time_scale=0.0) for _ in range(ENGINES)]
     running = await begin(*engines, policy="cache_aware")
     found = await asyncio.gather(*(session(f"http://127.0.0.1:{running.port}", at) for at in range(SESSIONS)))
@@ -77,14 +83,15 @@ async def compare(begin: Begin, start: StartEngine, session: Session, what: str,
     assert sum(lost) == 0, "nothing that its own session had computed was computed again"
     assert sum(engine.stats()["cached_tokens"] for engine in engines) == sum(each.cached for each in spent)
     await spread(running, engines)
+    assert len(running.sessions) > SESSIONS if helpers else len(running.sessions) == SESSIONS
 
 
 async def spread(running: Running, engines: list[Engine]) -> None:
     """No engine was left out, and none has more than its share of homes."""
     await settled(running)
     homes = [target.homes for target in running.fleet.targets.values()]
-    assert sum(homes) == len(running.sessions) == SESSIONS
-    assert max(homes) <= 1.34 * SESSIONS / ENGINES
+    assert sum(homes) == len(running.sessions)
+    assert max(homes) <= 1.34 * len(running.sessions) / ENGINES
     assert all(engine.stats()["requests"] for engine in engines)
 
 
@@ -191,8 +198,15 @@ CLIENTS: dict[str, Session] = {
 }
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-@pytest.mark.parametrize("client", list(CLIENTS))
+@pytest.mark.parametrize(
+    ("client", "dialect"),
+    [
+        ("openai", "vllm"),
+        ("openai_streamed", "sglang"),
+        ("anthropic_streamed", "vllm"),
+        ("anthropic_streamed", "sglang"),
+    ],
+)
 async def test_official_clients_find_their_sessions_in_the_cache(
     gateway: Begin, engine: StartEngine, client: str, dialect: str
 ) -> None:
@@ -224,50 +238,87 @@ def done(summary: str) -> str:
     return f"noted: {summary}"
 
 
-def framework(make: Callable[[openai.AsyncOpenAI], Model], chained: bool) -> Session:
+def framework(
+    make: Callable[[openai.AsyncOpenAI], Model], *, chained: bool = False, streamed: bool = False, helped: bool = False
+) -> Session:
     """An agent that calls tools until it says that it is done, several times over. ``chained``: the responses are stored, and
-    only what is new is sent."""
+    only what is new is sent. ``helped``: one of its tools is another agent."""
 
     async def run(base: str, number: int) -> list[Spent]:
         spent: list[Spent] = []
         async with openai.AsyncOpenAI(base_url=base + "/v1", api_key="unused", max_retries=0) as client:
-            agent = Agent(
-                name="worker",
-                instructions=SYSTEM,
-                model=make(client),
-                tools=[look, search, done],
-                model_settings=ModelSettings(tool_choice="required", max_tokens=300),
-                tool_use_behavior=StopAtTools(stop_at_tool_names=["done"]),
-                reset_tool_choice=False,
-            )
+            helping: list[Spent] = []
+            agent = _agent(make(client), "worker", SYSTEM, [look, search, done])
+            if helped:
+                agent.tools.append(_helper(make(client), helping))
             history: list[Any] = []
             previous: str | None = None
             for turn in range(TURNS):
                 asked = {"role": "user", "content": f"Session {number}, turn {turn}: {WORDS[:60]}"}
                 given: list[Any] = [asked] if chained else [*history, asked]
-                result = await Runner.run(
-                    agent,
-                    given,
-                    max_turns=60,
-                    run_config=RunConfig(tracing_disabled=True),
-                    previous_response_id=previous,
-                    auto_previous_response_id=chained,
-                )
+                options: dict[str, Any] = {
+                    "max_turns": 60,
+                    "run_config": RunConfig(tracing_disabled=True),
+                    "previous_response_id": previous,
+                    "auto_previous_response_id": chained,
+                }
+                result: RunResultBase
+                if streamed:
+                    result = streaming = Runner.run_streamed(agent, given, **options)
+                    async for _ in streaming.stream_events():
+                        pass
+                else:
+                    result = await Runner.run(agent, given, **options)
                 assert str(result.final_output).startswith("noted: ")
                 history = result.to_input_list()
                 previous = result.last_response_id if chained else None
-                for response in result.raw_responses:
-                    usage = response.usage
-                    spent.append(Spent(usage.input_tokens, usage.input_tokens_details.cached_tokens))
-        return spent
+                spent += _spent(result)
+        return spent + helping
 
     return run
 
 
+def _agent(model: Model, name: str, instructions: str, tools: list[Any]) -> Agent[Any]:
+    return Agent(
+        name=name,
+        instructions=instructions,
+        model=model,
+        tools=tools,
+        model_settings=ModelSettings(tool_choice="required", max_tokens=300, include_usage=True),
+        tool_use_behavior=StopAtTools(stop_at_tool_names=["done"]),
+        reset_tool_choice=False,
+    )
+
+
+def _helper(model: Model, spent: list[Spent]) -> Any:
+    """A tool that is an agent of its own."""
+
+    async def told(result: RunResult | RunResultStreaming) -> str:
+        spent.extend(_spent(result))
+        return str(result.final_output)
+
+    agent = _agent(model, "helper", "You help with one small thing. " * 20, [look, done])
+    return agent.as_tool(
+        "ask_helper",
+        "Has a helper do a part of it.",
+        custom_output_extractor=told,
+        run_config=RunConfig(tracing_disabled=True),
+        max_turns=60,
+    )
+
+
+def _spent(result: RunResultBase) -> list[Spent]:
+    usages = [response.usage for response in result.raw_responses]
+    return [Spent(usage.input_tokens, usage.input_tokens_details.cached_tokens) for usage in usages]
+
+
 FRAMEWORK: dict[str, Session] = {
-    "chat_completions": framework(lambda client: OpenAIChatCompletionsModel("sim", client), False),
-    "responses": framework(lambda client: OpenAIResponsesModel("sim", client), False),
-    "responses_chained": framework(lambda client: OpenAIResponsesModel("sim", client), True),
+    "chat_completions": framework(lambda client: OpenAIChatCompletionsModel("sim", client)),
+    "chat_completions_streamed": framework(lambda client: OpenAIChatCompletionsModel("sim", client), streamed=True),
+    "chat_completions_with_helpers": framework(lambda client: OpenAIChatCompletionsModel("sim", client), helped=True),
+    "responses": framework(lambda client: OpenAIResponsesModel("sim", client)),
+    "responses_chained": framework(lambda client: OpenAIResponsesModel("sim", client), chained=True),
+    "responses_streamed": framework(lambda client: OpenAIResponsesModel("sim", client), chained=True, streamed=True),
 }
 
 
@@ -275,4 +326,6 @@ FRAMEWORK: dict[str, Session] = {
 async def test_agents_of_the_framework_find_their_sessions_in_the_cache(
     gateway: Begin, engine: StartEngine, model: str
 ) -> None:
-    await compare(gateway, engine, FRAMEWORK[model], f"openai-agents over {model}")
+    await compare(
+        gateway, engine, FRAMEWORK[model], f"openai-agents over {model}", helpers=model.endswith("with_helpers")
+    )
