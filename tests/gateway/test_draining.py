@@ -399,3 +399,16 @@ async def test_a_worker_of_the_same_address_has_a_drain_of_its_own(gateway: Begi
     assert (told["sessions"], told["moved"]) == (6, 6), told
     await asyncio.sleep(0.6)
     assert (await progress(running, again) or {}).get("done")
+
+
+async def test_sessions_that_nobody_else_can_serve_go_on_at_home_until_somebody_can(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    """With ``over`` they go on at home until they are moved: the engine is well, and there is no other."""
+    running = await gateway(await engine(time_scale=0.0), policy="cache_aware")
+    worker = await at_one(running, {"s1": 2, "s2": 2})
+    assert (await drain(running, worker, 1))["stuck"]
+    await asyncio.sleep(2)
+    assert (await progress(running, worker))["left"] == 2
+    answer = await once(running.port, request(body(2), "x-session-id: s1"))
+    assert answer.status == 200, answer.body
