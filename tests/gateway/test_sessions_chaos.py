@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -92,12 +93,11 @@ class Operator:
         self.engines = engines
         self.random = Random(seed)
         self.statuses: list[int] = []
+        self.verbs = [self.move, self.move, self.look, self.drain, self.resume, self.fail, self.remove]
 
     async def run(self, until: float) -> None:
         while asyncio.get_running_loop().time() < until:
-            await self.random.choice(
-                (self.move, self.move, self.look, self.drain, self.resume, self.fail, self.remove)
-            )()
+            await self.random.choice(self.verbs)()
             await asyncio.sleep(self.random.random() * 0.1)
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
@@ -134,6 +134,10 @@ class Operator:
         at = self.random.choice(self.engines)
         kind: Any = self.random.choice(("reset", "error500", "queue_full", "half_close", "error503"))
         at.faults.add(kind, after_events=self.random.randrange(3) if kind in ("reset", "half_close") else 0)
+
+    async def restart(self) -> None:
+        if self.random.random() < 0.3:
+            await self.random.choice(self.engines).restart(0.1)
 
     async def remove(self) -> None:
         worker = self.worker()
@@ -193,6 +197,31 @@ async def test_whatever_clients_operators_and_engines_do_the_accounts_are_even(
     await until(lambda: not len(running.lifecycle))
 
 
+async def test_the_same_with_ranks_restarts_and_a_state_that_outlives_the_gateway(
+    gateway: Begin, engine: StartEngine, tmp_path: Path
+) -> None:
+    def kept(config: Config) -> None:
+        small(config)
+        config.sessions.state = str(tmp_path / "state")
+
+    engines = [await engine(models=list(MODELS), ranks=2, time_scale=0.05) for _ in range(2)]
+    engines.append(await engine(time_scale=0.05))
+    for seed in (5, 6):
+        running = await gateway(*engines, policy="cache_aware", change=kept)
+        ends = asyncio.get_running_loop().time() + SECONDS / 2
+        clients = [Client(running, seed * 1000 + number) for number in range(16)]
+        operator = Operator(running, engines, seed)
+        operator.verbs.append(operator.restart)
+        await asyncio.gather(operator.run(ends), *(client.run(ends) for client in clients))
+        await operator.resume()
+        assert sum(client.statuses.count(200) for client in clients) > 50
+        if seed == 5:
+            # It stops in the middle of it all.
+            await running.stop()
+        else:
+            await even(running, engines)
+
+
 async def test_the_same_in_a_fleet_of_pairs(gateway: Begin, engine: StartEngine) -> None:
     roles = ("prefill", "prefill", "decode", "decode")
     engines = [await engine(role=role, time_scale=0.05, lease=2.0) for role in roles]
@@ -202,7 +231,7 @@ async def test_the_same_in_a_fleet_of_pairs(gateway: Begin, engine: StartEngine)
     clients = [Client(running, number) for number in range(16)]
     operator = Operator(running, engines, 3)
     # What is added again has no role of its own.
-    operator.remove = operator.look  # type: ignore[method-assign]
+    operator.verbs.remove(operator.remove)
     await asyncio.gather(operator.run(ends), *(client.run(ends) for client in clients))
     await operator.resume()
     statuses = [status for client in clients for status in client.statuses]
