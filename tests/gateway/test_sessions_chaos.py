@@ -197,6 +197,32 @@ async def test_whatever_clients_operators_and_engines_do_the_accounts_are_even(
     await until(lambda: not len(running.lifecycle))
 
 
+async def test_afterwards_engines_refer_to_the_sessions_at_home_there_and_to_no_others(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    engines = [await engine("sglang", models=list(MODELS), session_refs=True, time_scale=0.05) for _ in range(3)]
+    running = await gateway(*engines, policy="cache_aware", change=small)
+    ends = asyncio.get_running_loop().time() + SECONDS / 2
+    clients = [Client(running, number) for number in range(24)]
+    operator = Operator(running, engines, 7)
+    # A worker that was removed is told nothing any more.
+    operator.verbs.remove(operator.remove)
+    await asyncio.gather(operator.run(ends), *(client.run(ends) for client in clients))
+    await operator.resume()
+    for at in engines:
+        at.faults.clear()
+    await settled(running)
+    await until(lambda: not any(at.stats()["running"] for at in engines))
+    await until(lambda: not len(running.lifecycle))
+    homes = {session.key.hex(): session.home for session in running.sessions.all()}
+    for at in engines:
+        (target,) = running.fleet.workers[at.url.removeprefix("http://")].targets
+        assert {homes.get(name) for name in at.core.sessions} <= {target.id}
+    await even(running, engines)
+    await until(lambda: not sum(at.stats()["sessions"] for at in engines))
+    assert running.lifecycle.lost == 0
+
+
 async def test_the_same_with_ranks_restarts_and_a_state_that_outlives_the_gateway(
     gateway: Begin, engine: StartEngine, tmp_path: Path
 ) -> None:
