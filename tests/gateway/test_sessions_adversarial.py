@@ -738,3 +738,41 @@ async def test_a_session_is_not_idle_while_a_request_of_it_runs(gateway: Begin, 
     await settled(running)
     await until(lambda: session_of(running, "s") is None, 3)
     assert (len(running.sessions), homes(running), running.sessions.expired) == (0, 0, 2)
+
+
+# -- many requests of one session at once -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named_by", ["name", "content", "token", "response"])
+async def test_a_fan_out_of_one_session_stays_one_session_with_one_home(
+    gateway: Begin, engine: StartEngine, named_by: str
+) -> None:
+    """It may spill to others; that moves nothing."""
+    running, _ = await fleet(gateway, engine, 4, time_scale=0.2)
+    start: list[dict[str, Any]] = [{"role": "user", "content": "Do these things at once. " * 40}]
+
+    def asking(messages: list[dict[str, Any]], known: dict[str, str]) -> bytes:
+        if named_by == "response":
+            fields = {"model": "sim", "input": messages[-1]["content"], "max_output_tokens": 40, **known}
+            return request(fields, path="/v1/responses")
+        lines = ["x-session-id: fan"] if named_by == "name" else []
+        lines += [f"x-warmroute-session: {known['token']}"] if named_by == "token" and known else []
+        return request(chat(messages=messages, max_tokens=40, ignore_eos=True), *lines)
+
+    first = await ok(running, asking(start, {}))
+    home = first.one("x-warmroute-worker")
+    known = {"previous_response_id": first.json()["id"]} if named_by == "response" else {}
+    if named_by == "token":
+        known = {"token": first.one("x-warmroute-session")}
+    said = {"role": "assistant", "content": "I do."}
+    branches = [[*start, said, {"role": "user", "content": f"thing {number} " * 30}] for number in range(8)]
+    answers = await asyncio.gather(*(ok(running, asking(branch, known)) for branch in branches))
+    workers = [answer.one("x-warmroute-worker") for answer in answers]
+    await settled(running)
+    if named_by == "response":
+        assert set(workers) == {home}, "its state is there alone"
+    assert [session.turns for session in running.sessions.all()] == [9]
+    assert homes(running) == 1
+    after = await ok(running, asking([*branches[7], said, {"role": "user", "content": "and now?"}], known))
+    assert after.one("x-warmroute-worker") == home
+    assert (len(running.sessions), homes(running)) == (1, 1)
