@@ -180,7 +180,16 @@ class Accounts:
         return [] if self.gateway.doctor is None else self.gateway.doctor.breaks(session.hash)
 
     def examining(self, exchange: Exchange) -> None:
-        """Its answer begins, and its body would go: the doctor may want to see it."""
+        """Its answer begins, and its body would go: what is kept of it."""
+        gateway, ask = self.gateway, exchange.ask
+        if ask.new_session and ask.prompt is not None and gateway.roots is not None and exchange.status < 300:
+            incoming = exchange.incoming
+            salt = gateway.inserts.salt(ask) if ask.tenant.isolated else None
+            gateway.roots.saw(ask, ask.prompt, incoming.path, incoming.body, salt, gateway.clock())
+        self._wants(exchange)
+
+    def _wants(self, exchange: Exchange) -> None:
+        """The doctor may want to see it."""
         doctor, ask, reading = self.gateway.doctor, exchange.ask, exchange.reading
         session = ask.session
         if doctor is None or session is None or exchange.status >= 300 or ask.model is None:

@@ -24,7 +24,9 @@ from gateway.dialects import Dialect, Reading, Route, all_dialects
 from gateway.doctor import Doctor
 from gateway.errors import (
     Backpressure,
+    BadRequest,
     Fault,
+    Forbidden,
     Internal,
     NotFound,
     WorkerFault,
@@ -84,6 +86,7 @@ class Gateway:
         pairs: Disaggregation | None = None,
         tokens: bool = True,
         labels: bool = False,
+        secure: bool = False,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -94,6 +97,7 @@ class Gateway:
         self.tenants = tenants
         self.options = options
         self.routing = Routing(fleet, sessions, index, metrics, options)
+        self.routing.policies = {each.name: each.policy for each in tenants.all() if each.policy is not None}
         policies = [options.default(), *options.policies.values(), *tenants.policies()]
         self.modes = dict(modes or {})
         """Model -> how token ids of its prompts are made."""
@@ -129,7 +133,7 @@ class Gateway:
         }
         for path in passthrough:
             self.routes.setdefault(path.encode(), (self.fallback, OPAQUE))
-        self.inserts = Inserts(self, isolation_key)
+        self.inserts = Inserts(self, isolation_key, secure)
         self.accounts = Accounts(self)
         self.defects = 0
         self._boot = urandom(6).hex().encode()
@@ -208,9 +212,9 @@ class Gateway:
             incoming.body, steps = canonical(route.kind, incoming.body, tenant.canonical)
         reading = self._read(incoming, dialect, route)
         reading.canonical = steps
-        if route.kind == "stored" and (tenant.name, reading.previous or "") not in self.routing.pins:
+        if route.kind == "stored" and self.routing.pins.find(tenant.name, reading.previous or "")[0] is None:
             raise NotFound(f"no response {reading.previous!r} is known here")
-        if reading.stateful is not None and self.opened is not None and route.kind == "generate":
+        if reading.stateful is not None and self.opened is not None and route.generates:
             self._turn(incoming, client, dialect, route, request_id, started, tenant, reading)
             return
         ids: bytes | None = None
@@ -250,6 +254,7 @@ class Gateway:
 
         def go(opened: Opened) -> None:
             reading.opened = opened
+            self._bind_model(reading, opened, tenant)
             self._route(incoming, client, dialect, route, request_id, started, tenant, reading, None)
 
         def refuse(fault: Fault) -> None:
@@ -258,6 +263,17 @@ class Gateway:
             client.done()
 
         self.opened.turn(reading.stateful or "", tenant, client, go, refuse)
+
+    def _bind_model(self, reading: Reading, opened: Opened, tenant: Tenant) -> None:
+        """A turn is of the model that its session's target serves. Raises `BadRequest` for another."""
+        assert self.opened is not None
+        worker = opened.target.worker
+        if reading.model is None:
+            reading.model = worker.facts.models[0].name if worker.facts.models else None
+        elif not self.fleet.serves(worker, self.options.aliases.get(reading.model, reading.model)):
+            raise BadRequest(f"session id {opened.name} is not one of the model {reading.model!r}", param="model")
+        if not self.opened.allowed(tenant, opened.target):
+            raise Forbidden("this key may not use the model of this session", param="session_params")
 
     def _route(
         self,
@@ -278,9 +294,6 @@ class Gateway:
         if self.fleet.staged and route.generates and not reading.opaque:
             ask.takes = self.pairs.takes(route.kind, incoming.body)
         ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
-        if ask.new_session and ask.prompt is not None and self.roots is not None:
-            salt = self.inserts.salt(ask) if tenant.isolated else None
-            self.roots.saw(ask, ask.prompt, incoming.path, incoming.body, salt, started)
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.start()
 
@@ -333,8 +346,11 @@ class Gateway:
         if not self.modes or found is None or found[1].opaque:
             return None
         dialect, route = found
+        tenant = self.tenants.of(named)
+        if tenant.canonical:
+            body, _ = canonical(route.kind, body, tenant.canonical)
         reading = dialect.read(route, body)
-        mode = self._mode(self.tenants.of(named), reading)
+        mode = self._mode(tenant, reading)
         try:
             made = None if mode is None else mode.start(route.kind, body)
             return await ids_of(made) if isinstance(made, asyncio.Future) else made

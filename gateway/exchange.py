@@ -798,6 +798,9 @@ class Exchange:
         streaming = self.phase == RELAYING
         self.phase = ENDED
         self.gateway.exchanges.discard(self)
+        if not streaming:
+            # Whatever was committed for it did not come to an answer.
+            self._withdraw()
         if self.charge is not None:
             self.gateway.fleet.release(self.charge)
             self.charge = None

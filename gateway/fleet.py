@@ -120,8 +120,10 @@ class Fleet:
         for target in worker.targets:
             target.role, target.whole, target.pool = worker.role, worker.whole, worker.pool_name
             target.room = facts.kv_tokens
-            if target.slots is None or target.slots.count != facts.slots:
-                target.slots = None if facts.slots is None else Slots(facts.slots)
+            if facts.engine != "llamacpp":
+                target.slots = None
+            elif facts.slots is not None and (target.slots is None or target.slots.count != facts.slots):
+                target.slots = Slots(facts.slots)
             kind = self.calibration(model, facts.engine)
             if kind is not target.calibration:
                 target.calibration = kind
@@ -215,6 +217,9 @@ class Fleet:
         """``target``, if it gets nothing new but goes on with its own sessions."""
         found = self.targets.get(target)
         if found is None or not found.worker.lingers or found.worker.state is not State.DRAINING:
+            return None
+        if found.worker.failures >= FALL:
+            # It does not answer: there is nothing to go on with.
             return None
         return found if found.paused_until <= now and found.breaker.allows(now) else None
 
@@ -375,6 +380,8 @@ class Fleet:
         worker.failures += 1
         if worker.failures >= FALL and worker.state is State.READY:
             self.set_state(worker, State.DOWN, "connections refused")
+        elif worker.failures == FALL and worker.state is State.DRAINING:
+            self.went_down(worker)
 
     def pause(self, target: Target, until: float, firm: bool = True) -> None:
         """The worker asked to be left alone until then; ``firm``: even if nobody else is left."""

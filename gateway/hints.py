@@ -21,7 +21,7 @@ LONGEST = 3600.0
 
 def able(worker: Worker) -> bool:
     """Whether its engine can be asked."""
-    return worker.facts.retains or worker.spec.retention
+    return worker.facts.retains or (worker.spec.retention and worker.facts.engine == "tensorrt_llm")
 
 
 def hint(worker: Worker, gap: float) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from gateway.asks import Ask
+from gateway.dialects import Reading
 from gateway.dialects.fields import append, splice
 from gateway.errors import BadRequest
 from gateway.exchange import Exchange
@@ -27,10 +28,14 @@ USAGE = b',"stream_options":{"include_usage":true}}'
 
 
 class Inserts:
-    """See the module's head. ``key``: what isolated tenants' cache salts are made with; random if not given."""
+    """See the module's head. ``key``: what isolated tenants' cache salts are made with; random if not given.
 
-    def __init__(self, gateway: Gateway, key: str | None = None) -> None:
+    ``secure``: clients connect by TLS.
+    """
+
+    def __init__(self, gateway: Gateway, key: str | None = None, secure: bool = False) -> None:
         self.gateway = gateway
+        self._secure = b"; Secure" if secure else b""
         self._secret = blake2b(key.encode() if key else urandom(32)).digest()
 
     def body_for(self, exchange: Exchange, target: Target) -> bytes:
@@ -47,9 +52,8 @@ class Inserts:
         if exchange.injected:
             # Without usage a stream tells nothing of its cache. It has no such member yet, and ends with a brace.
             body = body.rstrip()[:-1] + USAGE
-        if isinstance(reading.opened, Opened) and not reading.named:
-            # By this it can be aborted.
-            body = append(body, b'"rid":"%b"' % exchange.request_name.encode())
+        if isinstance(reading.opened, Opened):
+            body = _turn_of(body, reading, reading.opened, exchange.request_name)
         fetches = bool(exchange.ask.request.fetched) and target.id in exchange.ask.request.fetched
         members: dict[str, bytes] = {}
         if exchange.ask.session is not None and exchange.route.generates and gateway.lifecycle is not None:
@@ -129,5 +133,20 @@ class Inserts:
             return b""
         if not gateway.sessions.naming.cookie:
             return b"x-warmroute-session: %b\r\n" % token
-        cookie = b"set-cookie: x-warmroute-session=%b; Path=/; HttpOnly; SameSite=Lax\r\n"
+        cookie = b"set-cookie: x-warmroute-session=%b; Path=/; HttpOnly; SameSite=Lax" + self._secure + b"\r\n"
         return b"x-warmroute-session: %b\r\n" % token + cookie % token
+
+
+def _turn_of(body: bytes, reading: Reading, opened: Opened, name: str) -> bytes:
+    """The body of a turn of an engine's session, as its engine calls it. ``name``: by which the turn can be aborted, where its
+    client gave it none."""
+    params = msgspec.json.decode(body, type=_Turn).session_params
+    params["id"] = msgspec.Raw(msgspec.json.encode(opened.alias))
+    add = {"session_params": msgspec.json.encode(params)}
+    if not reading.named:
+        add["rid"] = msgspec.json.encode(name)
+    return splice(body, (), add)
+
+
+class _Turn(msgspec.Struct):
+    session_params: dict[str, msgspec.Raw]

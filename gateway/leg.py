@@ -110,6 +110,7 @@ class Leg:
             worker.spec.api_key,
             exchange.gateway.tenants.keyed,
             self.target.rank if len(worker.targets) > 1 else None,
+            exchange.gateway.inserts.label_of(exchange, self.target) if exchange.gateway.labels else b"",
         )
         connection.request(self, head, self.body)
         if not exchange.counted:

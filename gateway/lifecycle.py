@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
@@ -28,9 +29,9 @@ from gateway.workers import State, Target, Worker
 log = logging.getLogger("warmroute")
 
 MOST = 200_000
-"""Ends that wait to be told; engines forget the oldest of their own before that."""
-AT_ONCE = 8
-"""Calls under way to all workers."""
+"""Ends that wait to be told to one worker."""
+AT_ONCE = 2
+"""Calls under way to one worker: its probes need some of its connections."""
 PATIENCE = 5.0
 """Seconds for one call."""
 PAUSE = 1.0
@@ -50,17 +51,18 @@ class Lifecycle:
         self.metrics = metrics
         self._returning = returning
         self._post = post
-        self._ends: OrderedDict[tuple[str, str], int] = OrderedDict()
-        """(worker, session as the engine knows it) -> calls that failed; the oldest first."""
+        self._ends: dict[str, OrderedDict[str, int]] = {}
+        """Worker -> session as the engine knows it -> calls that failed; the oldest first."""
+        self._calling: dict[str, int] = {}
+        """Worker -> calls under way."""
         self._wake = asyncio.Event()
         self._calls: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Semaphore(AT_ONCE)
         self._task: asyncio.Task[None] | None = None
         self.lost = 0
         """Ends that were never told: too many, or the worker would not hear of them."""
 
     def __len__(self) -> int:
-        return len(self._ends) + len(self._calls)
+        return sum(map(len, self._ends.values())) + len(self._calls)
 
     # -- what requests do -------------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class Lifecycle:
         new = worker.id not in told
         told[worker.id] = told.get(worker.id, 0) + 1
         # It comes back before its engine heard that it went.
-        self._ends.pop((worker.id, session.key.hex()), None)
+        self._recall(worker.id, session)
         if new and self.sessions.bound is not None and not session.gone:
             self.sessions.bound(session)
 
@@ -87,26 +89,44 @@ class Lifecycle:
 
     def moved(self, session: Session) -> None:
         """Its home changed, or it was forgotten: workers where nothing of it runs any more are told."""
-        for worker_id, running in list((session.told or {}).items()):
+        told = session.told or {}
+        for worker_id, running in list(told.items()):
             if not running and (session.gone or not self._lives_at(session, worker_id)):
                 self._close(session, worker_id)
+        for worker_id in self._homes(session):
+            if self._recall(worker_id, session):
+                # It moved, and moved back before its engine heard of it.
+                told[worker_id] = 0
+
+    def _homes(self, session: Session) -> list[str]:
+        """Workers of its home and its partner."""
+        targets = [self.fleet.targets.get(id_) for id_ in (session.home, session.partner) if id_ is not None]
+        return [target.worker.id for target in targets if target is not None]
 
     def _lives_at(self, session: Session, worker_id: str) -> bool:
-        for id_ in (session.home, session.partner):
-            target = None if id_ is None else self.fleet.targets.get(id_)
-            if target is not None and target.worker.id == worker_id:
-                return True
-        return False
+        return worker_id in self._homes(session)
+
+    def _recall(self, worker_id: str, session: Session) -> bool:
+        """Do not tell its end there after all; whether it was to be told."""
+        ends = self._ends.get(worker_id)
+        return ends is not None and ends.pop(session.key.hex(), None) is not None
+
+    def _refers(self, worker_id: str, key: str) -> bool:
+        """Whether a living session of that key has a reference there."""
+        session = self.sessions.get(bytes.fromhex(key))
+        return session is not None and session.told is not None and worker_id in session.told
 
     def _close(self, session: Session, worker_id: str) -> None:
         assert session.told is not None
         del session.told[worker_id]
-        if worker_id not in self.fleet.workers:
+        if worker_id not in self.fleet.workers or self._refers(worker_id, session.key.hex()):
+            # To an engine a session of the same name that came after it is the same.
             return
-        if len(self._ends) >= MOST:
-            self._ends.popitem(last=False)
+        ends = self._ends.setdefault(worker_id, OrderedDict())
+        if len(ends) >= MOST:
+            ends.popitem(last=False)
             self.lost += 1
-        self._ends[worker_id, session.key.hex()] = 0
+        ends[session.key.hex()] = 0
         self._wake.set()
 
     def members(self, ask: Ask, target: Target, prefill: Target | None) -> dict[str, bytes]:
@@ -126,7 +146,9 @@ class Lifecycle:
             found |= self._hint(session, target)
         if target.slots is not None and not reading.slotted:
             self._leave(ask)
-            slot = target.slots.take(session.key)
+            # Who names no slot is given one by the server: it may be any.
+            others = target.running - 1 - target.slots.busy
+            slot = target.slots.take(session.key) if others <= 0 else None
             if slot is not None:
                 ask.slot = (target.slots, slot)
                 found["id_slot"] = b"%d" % slot
@@ -161,21 +183,21 @@ class Lifecycle:
         """Begin to tell."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="lifecycle")
 
-    async def stop(self, patience: float) -> None:
-        """Tell the end of every session, for at most ``patience`` seconds, and stop."""
-        for session in list(self.sessions.all()):
+    async def stop(self, patience: float, keeps: bool = False) -> None:
+        """Stop, after at most ``patience`` seconds of telling: the end of every session, or, where they are kept over a restart
+        (``keeps``), of those only that ended."""
+        for session in [] if keeps else list(self.sessions.all()):
             for worker_id in list(session.told or ()):
                 self._close(session, worker_id)
         try:
             async with asyncio.timeout(patience):
-                while self._ends or self._calls:
-                    if not any(self._hears(worker_id) for worker_id, _ in self._ends) and not self._calls:
-                        break
+                while self._calls or any(ends and self._hears(worker_id) for worker_id, ends in self._ends.items()):
                     await asyncio.sleep(0.02)
         except TimeoutError:
             pass
-        if self._ends:
-            log.warning("%d ends of sessions could not be told to their engines", len(self._ends))
+        left = sum(map(len, self._ends.values()))
+        if left:
+            log.warning("%d ends of sessions could not be told to their engines", left)
         tasks = [*self._calls, *((self._task,) if self._task is not None else ())]
         for task in tasks:
             task.cancel()
@@ -186,45 +208,61 @@ class Lifecycle:
             await self._wake.wait()
             self._wake.clear()
             waits = False
-            for key in list(self._ends):
-                if not self._hears(key[0]):
-                    waits = True
-                    continue
-                await self._room.acquire()
-                tries = self._ends.pop(key, None)
-                if tries is None:
-                    self._room.release()
-                    continue
-                task = asyncio.get_running_loop().create_task(self._tell(key, tries))
-                self._calls.add(task)
-                task.add_done_callback(self._told)
-            if waits or self._ends:
+            for worker_id in list(self._ends):
+                waits = self._tell_some(worker_id) or waits
+            if waits:
+                # It does not hear now, or failed: another look a little later.
                 await asyncio.sleep(PAUSE)
                 self._wake.set()
 
-    def _told(self, task: asyncio.Task[None]) -> None:
+    def _tell_some(self, worker_id: str) -> bool:
+        """Begin as many calls to one worker as it may have; whether it has to be looked at again by itself."""
+        ends = self._ends[worker_id]
+        if not ends or worker_id not in self.fleet.workers:
+            del self._ends[worker_id]
+            return False
+        if not self._hears(worker_id):
+            return True
+        while ends and self._calling.get(worker_id, 0) < AT_ONCE:
+            key, tries = ends.popitem(last=False)
+            self._calling[worker_id] = self._calling.get(worker_id, 0) + 1
+            task = asyncio.get_running_loop().create_task(self._tell(worker_id, key, tries))
+            self._calls.add(task)
+            task.add_done_callback(partial(self._told, worker_id))
+        return False
+
+    def _told(self, worker_id: str, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
-        self._room.release()
+        self._calling[worker_id] -= 1
+        if not self._calling[worker_id]:
+            del self._calling[worker_id]
+        if worker_id in self._ends:
+            self._wake.set()
 
     def _hears(self, worker_id: str) -> bool:
         worker = self.fleet.workers.get(worker_id)
-        return worker is None or worker.state in (State.READY, State.DRAINING)
+        return worker is not None and worker.state in (State.READY, State.DRAINING)
 
-    async def _tell(self, key: tuple[str, str], tries: int) -> None:
-        worker = self.fleet.workers.get(key[0])
+    async def _tell(self, worker_id: str, key: str, tries: int) -> None:
+        worker = self.fleet.workers.get(worker_id)
         if worker is None:
             return
         try:
             async with asyncio.timeout(PATIENCE):
-                answer = await self._post(worker, "/close_session", "POST", msgspec.json.encode({"session_id": key[1]}))
+                answer = await self._post(worker, "/close_session", "POST", msgspec.json.encode({"session_id": key}))
             # That it does not know the session (it started anew), or has no such verb, will not change.
             done = answer.status < 500
         except (WorkerFault, GatewayFault, TimeoutError):
             done = False
         if done:
             self.metrics.session_closes.add(("told",))
+        elif self._refers(worker_id, key):
+            # It came back meanwhile.
+            return
         elif tries < TRIES:
-            self._ends.setdefault(key, tries + 1)
+            # One that fails is not asked again at once.
+            await asyncio.sleep(PAUSE)
+            self._ends.setdefault(worker_id, OrderedDict()).setdefault(key, tries + 1)
         else:
             self.lost += 1
             self.metrics.session_closes.add(("lost",))

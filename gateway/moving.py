@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any
 
 from gateway.errors import BadRequest, Fault, NoWorker
@@ -21,8 +20,8 @@ from gateway.sessions import Session, Sessions
 from gateway.workers import State, Target, Worker
 from policies.base import Role
 
-AT_ONCE = 2000
-"""Sessions that are moved in one step: each costs a decision."""
+BUDGET = 0.02
+"""Seconds that one step may take: each move costs a decision."""
 
 
 @dataclass(eq=False)
@@ -87,14 +86,16 @@ class Moving:
         return target
 
     def _named(self, name: str, now: float) -> Target:
-        """The target of that name, which is also its worker's if it is the first: then any that can be used will do."""
-        exact = next((target for target in self.fleet.targets.values() if target.name == name), None)
+        """The target of that name, or of a worker's ranks the one that can be used and has the fewest homes.
+
+        ``<worker>#0`` is the first rank, whose own name is its worker's.
+        """
         worker = self.fleet.workers.get(name)
-        if worker is None or not worker.targets or (exact is not None and self.fleet.usable(exact, now)):
-            if exact is not None:
-                return exact
-        else:
+        if worker is not None and worker.targets:
             return min(worker.targets, key=lambda each: (not self.fleet.usable(each, now), each.homes, each.rank))
+        for target in self.fleet.targets.values():
+            if name in (target.name, f"{target.worker.id}#{target.rank}"):
+                return target
         raise BadRequest(f"no target is called {name!r}; GET /workers lists them", param="to")
 
     def _why_not(self, target: Target) -> str:
@@ -169,11 +170,23 @@ class Moving:
     def _step(self, drain: Drain, now: float) -> None:
         """Move as many as are due."""
         ids = {target.id for target in drain.worker.targets}
-        seconds = drain.until - now
-        # One step every half second.
-        due = len(drain.left) if seconds <= 0.5 else ceil(len(drain.left) / (2.0 * seconds))
+        left = len(drain.left)
+        due = left
+        if now < drain.until:
+            # As many as are due by now, evenly over the time: those that are gone already count.
+            passed = (now - drain.began) / (drain.until - drain.began)
+            due = min(left, int(drain.total * passed) - (drain.total - left))
         drain.stuck = None
-        for _ in range(min(due, AT_ONCE)):
+        if not due and left:
+            # There is time, but it is better known now than then.
+            try:
+                self.routing.rehome(drain.left[0], now)
+            except Fault as fault:
+                drain.stuck = fault.message
+        begun = self.fleet.clock()
+        for _ in range(due):
+            if self.fleet.clock() - begun > BUDGET:
+                break
             session = drain.left.popleft()
             if session.gone or (session.home not in ids and session.partner not in ids):
                 drain.ended += 1

@@ -11,8 +11,8 @@ from gateway.errors import NotFound, WrongMethod
 from gateway.http import wire
 from gateway.http.incoming import Incoming
 from gateway.listing import models, models_body
-from gateway.naming import clean
-from gateway.sessions import Session
+from gateway.naming import Found, clean
+from gateway.sessions import Session, keys_of
 from gateway.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -69,9 +69,18 @@ class Own:
         if not found:
             raise NotFound(f"no session of yours is called {told.decode('utf-8', 'replace')[:100]!r}")
         for session in found:
-            self.gateway.sessions.drop(session)
+            self._end(session)
         body = {"id": told.decode("utf-8", "replace"), "object": "session.deleted", "deleted": True}
         return wire.whole(200, msgspec.json.encode(body), incoming)
+
+    def _end(self, session: Session) -> None:
+        """With its sub-agents that have no name of their own."""
+        sessions = self.gateway.sessions
+        inner = [session]
+        for each in inner:
+            inner += [child for child in sessions.children(each) if child.inner and child not in inner]
+        for each in inner:
+            sessions.drop(each)
 
     def _sessions_called(self, told: bytes, tenant: Tenant) -> list[Session]:
         gateway = self.gateway
@@ -89,5 +98,7 @@ class Own:
         if session is not None:
             return [session] if session.tenant == tenant.name else []
         models = {*gateway.routing.models, *gateway.fleet.known_models, *gateway.options.configured}
-        named = [gateway.sessions.named(value, tenant.name, model) for model in models]
-        return [session for session in named if session is not None]
+        # A token of a session that another gateway made, or this one before a restart, names one made from it.
+        name = Found("x-session-id", value) if carried is None else Found("sticky", carried.key, carried=carried)
+        found = [gateway.sessions.get(keys_of(name, tenant.name, model)[0]) for model in models]
+        return [session for session in found if session is not None]

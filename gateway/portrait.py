@@ -32,7 +32,7 @@ def brief(running: Running, session: Session) -> dict[str, Any]:
 
 
 def whole(running: Running, session: Session) -> dict[str, Any]:
-    """All that is known of it. Costs the store, for its children."""
+    """All that is known of it."""
     now = running.gateway.clock()
     children = running.sessions.children(session)
     reported = [(prompt, cached) for prompt, cached in session.hits if cached is not None]

@@ -123,8 +123,12 @@ class Probe:
         method: str = "GET",
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
+        seconds: float = ANSWER,
     ) -> Answer:
-        """``path`` of ``worker``. Raises `WorkerFault`, or `NoConnection` where this machine lacks what it takes."""
+        """``path`` of ``worker``, within ``seconds``.
+
+        Raises `WorkerFault`, or `NoConnection` where this machine lacks what it takes.
+        """
         assert self._session is not None
         key = worker.spec.api_key
         try:
@@ -139,6 +143,7 @@ class Probe:
                 },
                 ssl=worker.tls or True,
                 allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=seconds, connect=5),
             ) as response:
                 body = await response.content.read(LARGEST)
                 while not response.content.at_eof() and len(body) < LARGEST:
@@ -322,6 +327,9 @@ class Probe:
         worker.failures += 1
         if worker.state is State.READY and worker.failures >= FALL and self.fleet.set_state(worker, State.DOWN, why):
             log.warning("%s is down: %s", worker.id, why)
+        elif worker.state is State.DRAINING and worker.failures == FALL:
+            log.warning("%s, which drains, does not answer: %s", worker.id, why)
+            self.fleet.went_down(worker)
 
     def _describe(self, worker: Worker, facts: Facts) -> None:
         self.fleet.describe(worker, facts)

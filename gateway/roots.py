@@ -68,7 +68,7 @@ KEPT = frozenset(
 """Members of a body that make up the start of its prompt, or keep its cache apart."""
 
 Post = Callable[..., Awaitable[Answer]]
-"""(worker, path, method, body, headers): a worker's answer. Raises `WorkerFault` or `GatewayFault`."""
+"""(worker, path, method, body, headers, seconds): a worker's answer. Raises `WorkerFault` or `GatewayFault`."""
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _messages = msgspec.json.Decoder(list[msgspec.Raw])
@@ -254,7 +254,9 @@ class Warming:
                 continue
             if room is not None:
                 room -= tokens
-            if not await self._send(root, target, tokens):
+            status = await self._send(root, target, tokens)
+            if status is None or status in (401, 403):
+                # It does not answer, or not to us: others would fare no better.
                 return
 
     def _spare(self, target: Target) -> bool:
@@ -268,17 +270,18 @@ class Warming:
         pages = len(root.symbols) // SYMBOL
         return self.index.radix.match(root.namespace, root.symbols).depths.get(target.id, 0) >= HELD * pages
 
-    async def _send(self, root: Root, target: Target, tokens: int) -> bool:
-        """Whether it was computed; one that is refused ends it, for the others would be too."""
+    async def _send(self, root: Root, target: Target, tokens: int) -> int | None:
+        """The status of the answer; ``None`` if none came."""
         worker: Worker = target.worker
         headers = {"x-data-parallel-rank": str(target.rank)} if len(worker.targets) > 1 else None
         charge = self.fleet.dispatch(target, tokens, 0, False)
         sent = self.fleet.clock()
         place = self.index.sent(root.namespace, root.symbols, target.id, sent, False) if root.symbols else None
-        outcome = "failed"
+        outcome, status = "failed", None
         try:
             async with asyncio.timeout(ANSWER):
-                answer = await self._post(worker, root.path, "POST", root.body, headers)
+                answer = await self._post(worker, root.path, "POST", root.body, headers, ANSWER)
+            status = answer.status
             outcome = "warmed" if answer.status == 200 else "refused"
         except (WorkerFault, GatewayFault, TimeoutError) as fault:
             log.debug("%s was not warmed: %s", target.name, fault)
@@ -291,4 +294,4 @@ class Warming:
                 else:
                     self.index.undone(root.namespace, root.symbols, target.id, place, 0, sent)
         self.metrics.warmed.add((target.name, outcome))
-        return outcome == "warmed"
+        return status

@@ -4,7 +4,6 @@
 makes the choice true (counter, home, index, pin) and `Routing.settle` learns from the end. A dry run stops before commit.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 
 from xxhash import xxh3_64_intdigest
@@ -18,6 +17,7 @@ from gateway.holdings import Holdings, blocks_of
 from gateway.metrics import Metrics
 from gateway.offers import Offers
 from gateway.opened import Opened
+from gateway.pins import Pins
 from gateway.prompt import Prompt, thinking_of
 from gateway.returning import Returning
 from gateway.sessions import KEPT, Session, Sessions
@@ -30,8 +30,6 @@ from policies.disaggregated import paired
 
 CONVERSATION = "conversation "
 """Before the names of conversations, among those of responses."""
-PINS = 100_000
-"""Stored responses and conversations remembered with the worker that has them."""
 TOOL_NAME = 64
 """Characters of a tool's name that are kept."""
 
@@ -51,8 +49,9 @@ class Routing:
         self.holdings = Holdings(fleet, index, options, self.models)
         self._default = options.default()
         self.offers = Offers()
-        self.pins: OrderedDict[tuple[str, str], tuple[str, bytes | None]] = OrderedDict()
-        """(tenant, id of a stored response or a conversation) -> worker id, and the key of its session."""
+        self.policies: dict[str, Policy] = {}
+        """Tenant -> its own policy."""
+        self.pins = Pins()
         self.returning = Returning(fleet)
         self._paired: dict[int, tuple[Policy, Policy]] = {}
 
@@ -181,11 +180,14 @@ class Routing:
         previous = reading.previous or (None if reading.conversation is None else CONVERSATION + reading.conversation)
         if previous is None:
             return None
-        worker_id, _ = self.pins.get((ask.tenant.name, previous), (None, None))
+        worker_id, _ = self.pins.find(ask.tenant.name, previous)
         if worker_id is None:
             return None
         worker = self.fleet.workers.get(worker_id)
-        for target in worker.targets if worker is not None else ():
+        home = ask.request.home
+        # Its process has the state, one of its ranks the KV.
+        targets = sorted(worker.targets, key=lambda each: (each.id != home, each.homes)) if worker is not None else ()
+        for target in targets:
             able = self.fleet.usable(target, now) or self.fleet.lingering(target.id, now) is not None
             if target.id not in tried and able:
                 return Choice(target, "pinned", prefill=self.partner_of(target, ask, tried, now))
@@ -205,13 +207,11 @@ class Routing:
 
     def pin(self, tenant: Tenant, name: str, worker: str, session: Session | None) -> None:
         """``worker`` alone has the state that goes by ``name``."""
-        self.pins[tenant.name, name] = (worker, None if session is None else session.key)
-        if len(self.pins) > PINS:
-            self.pins.popitem(last=False)
+        self.pins.put(tenant.name, name, worker, None if session is None else session.key)
 
     def _session_of(self, tenant: Tenant, name: str, model: Model, now: float, dry: bool) -> Session | None:
         """The session of the response that a request goes on from."""
-        _, key = self.pins.get((tenant.name, name), ("", None))
+        _, key = self.pins.find(tenant.name, name)
         session = None if key is None else self.sessions.get(key)
         if session is None or session.model != model.name:
             return None
@@ -323,9 +323,9 @@ class Routing:
         """What the policy says. Raises `NoWorker`; changes nothing."""
         self.fleet.settle_estimates(now)
         home = ask.request.home
-        stays = None if home is None or home in tried else self.fleet.lingering(home, now)
+        stays = None if home is None or home in tried else self._stays(ask, home, tried, now)
         if stays is not None:
-            return Choice(stays, "home", prefill=self.partner_of(stays, ask, tried, now))
+            return stays
         view = self.view(ask, tried, now)
         staged = view.prefill is not None
         if ask.model is not None and ask.policy.needs_prefix:
@@ -336,18 +336,34 @@ class Routing:
 
     def rehome(self, session: Session, now: float) -> Target:
         """Where else ``session`` would be at home, if its next turn came now. Raises `NoWorker` where nobody can serve it."""
-        model = self.models.get(session.model)
+        model = self.model(session.model)
         ids = [] if session.home is None else [session.home]
         view = self.fleet.view(session.model, ids)
         if view is None:
             raise NoWorker(f"nobody else serves {session.model!r} now")
         request = Request(session.hash, session=session.hash, tokens=session.prompt_tokens)
-        policy = model.policy if model is not None else self._default
+        policy = self.policies.get(session.tenant) or (model.policy if model is not None else self._default)
         if model is not None:
             request.turns, request.ordinal = model.demand.turns, model.ordinal
+            model.ordinal += 1
         chosen = (self._paired_policy(policy) if view.prefill is not None else policy).choose(request, view, now).target
         assert isinstance(chosen, Target)
         return chosen
+
+    def _stays(self, ask: Ask, home: int, tried: Collection[int], now: float) -> Choice | None:
+        """Where a session goes on while its home, or its prefill engine, drains with time; ``None`` if neither does."""
+        lingers = self.fleet.lingering(home, now)
+        first = ask.request.partner
+        helper = None if first is None or first in tried else self.fleet.lingering(first, now)
+        if lingers is None and helper is None:
+            return None
+        partner = None if first is None or first in tried else self.fleet.targets.get(first)
+        if helper is None and partner is not None and self.fleet.usable(partner, now):
+            helper = partner
+        target = lingers or self.fleet.targets.get(home)
+        if target is None or (lingers is None and not self.fleet.usable(target, now)):
+            return None
+        return Choice(target, "home", prefill=helper or self.partner_of(target, ask, tried, now))
 
     def commit(self, ask: Ask, target: Target, choice: Choice, now: float) -> None:
         """The request is about to be sent to ``target``."""

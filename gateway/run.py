@@ -101,6 +101,7 @@ class Running:
             pairs=config.disaggregation,
             tokens=config.sessions.token,
             labels=config.sessions.labels,
+            secure=config.listen.tls is not None,
         )
         self.probe = Probe(
             self.fleet,

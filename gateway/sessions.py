@@ -44,6 +44,8 @@ class Session:
     partner: int | None = None
     """target id of the prefill engine, where its home is a pair."""
     parent: bytes | None = None
+    inner: bool = False
+    """It goes by its parent's name, and ends with it."""
     pages: Pages = EMPTY
     """Symbols of the last prompt."""
     namespace: bytes = b""
@@ -117,6 +119,8 @@ class Sessions:
         """Told when a turn of a session ended."""
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         """In the order of their last use."""
+        self._children: dict[bytes, set[bytes]] = {}
+        """Key of a parent -> keys of its children."""
         self.ends = Ends()
         self._made = 0
         self._secret = int.from_bytes(urandom(8), "little")
@@ -148,6 +152,7 @@ class Sessions:
         session = session or self.get(key)
         if session is None:
             session = Session(key, found.source, tenant, model, xxh3_64_intdigest(key), parent=parent)
+            session.inner = bool(found.child)
             if not dry:
                 self._add(session)
             if parent is not None and (mother := self.get(parent)) is not None:
@@ -259,8 +264,9 @@ class Sessions:
         return [session for session in self.all() if target in (session.home, session.partner)]
 
     def children(self, session: Session) -> list[Session]:
-        """Sessions that name it as their parent. Costs the store."""
-        return [other for other in self.all() if other.parent == session.key]
+        """Sessions that name it as their parent."""
+        keys = self._children.get(session.key, ())
+        return [child for key in list(keys) if (child := self._sessions.get(key)) is not None]
 
     def sweep(self, now: float) -> None:
         """Forget sessions that were idle for too long; the oldest stand first."""
@@ -280,6 +286,11 @@ class Sessions:
         if session.gone:
             return
         del self._sessions[session.key]
+        if session.parent is not None:
+            others = self._children[session.parent]
+            others.discard(session.key)
+            if not others:
+                del self._children[session.parent]
         session.gone = True
         self.symbol_bytes -= len(session.pages.symbols)
         session.pages = EMPTY
@@ -300,6 +311,7 @@ class Sessions:
         session.used = used
         self._sessions[session.key] = session
         self._sessions.move_to_end(session.key, last=False)
+        self._adopt(session)
         self.ends.restore(session)
         return True
 
@@ -323,6 +335,11 @@ class Sessions:
             self.dropped += 1
             self.drop(self._oldest())
         self._sessions[session.key] = session
+        self._adopt(session)
+
+    def _adopt(self, session: Session) -> None:
+        if session.parent is not None:
+            self._children.setdefault(session.parent, set()).add(session.key)
 
     def touch(self, session: Session, now: float) -> None:
         """It is in use."""
@@ -336,7 +353,9 @@ def keys_of(found: Found, tenant: str, model: str) -> tuple[bytes, bytes | None]
         return _key(tenant, model, b"sticky", found.value), None
     key = _key(tenant, model, b"named", found.value)
     if found.child:
-        parent = _key(tenant, model, b"child", key + found.parent) if found.parent else key
+        # One that is said to be its own parent has none but the session.
+        of = found.parent if found.parent != found.child else b""
+        parent = _key(tenant, model, b"child", key + of) if of else key
         return _key(tenant, model, b"child", key + found.child), parent
     return key, _key(tenant, model, b"named", found.parent) if found.parent else None
 

@@ -17,6 +17,11 @@ class Slots:
         self._of: dict[bytes, int] = {}
         self._busy: set[int] = set()
 
+    @property
+    def busy(self) -> int:
+        """Slots at work that were named."""
+        return len(self._busy)
+
     def take(self, key: bytes) -> int | None:
         """The slot for a request of that session: its own, or the free one that was unused for longest.
 

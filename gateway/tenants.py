@@ -60,10 +60,13 @@ class Tenants:
         """Whether credentials are ours to read, and so must not reach a worker."""
         return bool(self._by_digest)
 
+    def all(self) -> list[Tenant]:
+        """Each of them, once for each key."""
+        return [*self._by_digest.values(), *([self.anonymous] if self.anonymous else [])]
+
     def policies(self) -> list[Policy]:
         """Policies that tenants have of their own."""
-        tenants = [*self._by_digest.values(), *([self.anonymous] if self.anonymous else [])]
-        return [tenant.policy for tenant in tenants if tenant.policy is not None]
+        return [tenant.policy for tenant in self.all() if tenant.policy is not None]
 
     def of(self, named: Mapping[bytes, bytes]) -> Tenant:
         """The tenant of a request. Raises `Unauthorized`."""

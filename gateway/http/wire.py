@@ -89,6 +89,8 @@ def request_head(
     return b"%b%b\r\n%b\r\n" % (start, request_id, extra)
 
 
+OURS = b"x-warmroute-session="
+"""How the gateway's own cookie begins."""
 MEMO = 16
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 
@@ -111,6 +113,10 @@ def _request_start(
             continue
         if low in GUARDED_HEADERS or low.startswith(b"x-override-") or (b"_" in low and _guarded(low)):
             continue
+        if low == b"cookie" and OURS in value:
+            value = b"; ".join(part for part in map(bytes.strip, value.split(b";")) if not part.startswith(OURS))
+            if not value:
+                continue
         parts += (name, b": ", value, b"\r\n")
     if worker_key is not None:
         parts += (b"authorization: Bearer ", worker_key.encode(), b"\r\n")

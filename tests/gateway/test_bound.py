@@ -92,7 +92,7 @@ async def test_a_move_to_a_worker_of_several_ranks_finds_one_that_can_take_it(
     ranks = running.fleet.workers[id_].targets
     assert len(ranks) == 2
     for target in [*ranks, *ranks]:
-        status, told = await move(running, "s", target.name)
+        status, told = await move(running, "s", f"{id_}#{target.rank}")
         assert (status, told["home"]) == (200, target.name)
         assert (await ok(running, named("s"))).one("x-warmroute-worker") == target.name
     now = running.fleet.clock()

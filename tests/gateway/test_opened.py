@@ -110,13 +110,13 @@ async def test_too_many_that_wait_are_refused(gateway: Begin, engine: StartEngin
         await client.send(turn("s", [1], most=2000))
     opened = running.gateway.opened
     assert opened is not None
-    await until(lambda: len(opened._opened["s"].waiting) == QUEUE)
+    await until(lambda: len(opened.of("anonymous", "s").waiting) == QUEUE)
     refused = await say(running, turn("s", [1]))
     assert refused.status == 503
     assert refused.one("retry-after")
     # One that waits and leaves costs nothing; closing ends the wait of the others.
     clients[3].vanish()
-    await until(lambda: len(opened._opened["s"].waiting) == QUEUE - 1)
+    await until(lambda: len(opened.of("anonymous", "s").waiting) == QUEUE - 1)
     assert (await say(running, closing("s"))).status == 200
     for number, client in enumerate(clients):
         if number not in (0, 3):
@@ -134,8 +134,19 @@ async def test_a_session_is_its_tenant_s_alone(gateway: Begin, engine: StartEngi
     running = await gateway(*engines, policy="round_robin", change=_keyed)
     ours, theirs = "authorization: Bearer key-a", "authorization: Bearer key-b"
     assert (await say(running, opening("s", ours))).status == 200
-    assert (await say(running, opening("s", theirs))).status == 400
     assert (await say(running, turn("s", [1], theirs))).status == 400
+    # On every path, and whatever its engine calls it.
+    body = {"model": "sim", "prompt": [1], "session_params": {"id": "s"}}
+    assert (await say(running, request(body, theirs, path="/v1/completions"))).status == 400
+    own = running.gateway.opened
+    assert own is not None
+    entry = own.of("a", "s")
+    assert entry is not None
+    assert (await say(running, turn(entry.alias, [1], theirs))).status == 400
+    # A name is nobody's for ever.
+    assert (await say(running, opening("s", theirs))).json() == "s"
+    assert (await say(running, turn("s", [1, 2], theirs))).json()["meta_info"]["prompt_tokens"] == 2
+    assert (await say(running, closing("s", theirs))).status == 200
     assert (await say(running, closing("s", theirs))).status == 404
     assert (await say(running, closing("s"))).status == 401
     assert (await say(running, turn("s", [1], ours))).status == 200
@@ -199,11 +210,35 @@ async def test_idle_sessions_are_closed_and_those_of_a_gateway_that_stops(gatewa
         await say(running, opening(name, **({"timeout": 300} if name == "c" else {})))
     opened = running.gateway.opened
     assert opened is not None
-    opened._opened["a"].used -= running.sessions.idle + 1
-    opened._opened["c"].used -= 400
-    running.gateway.sweep()
-    assert set(opened._opened) == {"b"}
-    # The engine closes the one with a timeout of its own.
+    found = {name: opened.of("anonymous", name) for name in "abc"}
+    later = running.gateway.clock() + running.sessions.idle + 10
+    assert found["b"] is not None
+    found["b"].used = later
+    opened.sweep(later)
+    assert [name for name in "abc" if opened.of("anonymous", name) is not None] == ["b"]
+    # The engine closes the one that it was given a timeout for.
     await until(lambda: open_on(engines) == [2])
     await running.stop()
     assert open_on(engines) == [1]
+
+
+async def test_a_session_is_of_a_model_that_its_tenant_may_use(gateway: Begin, engine: StartEngine) -> None:
+    def change(config: Config) -> None:
+        allowed(config)
+        config.tenants = [TenantConfig("a", [Secret("key-a")], models=["cheap"]), TenantConfig("b", [Secret("key-b")])]
+
+    engines = [await engine("sglang", streaming_sessions=True, models=[name]) for name in ("cheap", "secret")]
+    running = await gateway(*engines, policy="round_robin", change=change)
+    ours, theirs = "authorization: Bearer key-a", "authorization: Bearer key-b"
+    for number in range(4):
+        assert (await say(running, opening(f"s{number}", ours))).status == 200
+        answer = await say(running, turn(f"s{number}", [1], ours))
+        assert answer.status == 200
+        assert answer.one("x-warmroute-worker") in engines[0].url
+    assert open_on(engines) == [4, 0]
+    assert (await say(running, opening("x", ours, model="secret"))).status == 403
+    assert (await say(running, opening("x", theirs, model="secret"))).status == 200
+    assert open_on(engines) == [4, 1]
+    # A turn cannot be of another model than its session.
+    assert (await say(running, turn("x", [1], theirs, model="cheap"))).status == 400
+    assert (await say(running, turn("x", [1], theirs, model="secret"))).status == 200

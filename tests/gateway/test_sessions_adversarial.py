@@ -204,19 +204,25 @@ async def test_ended_while_it_streams_and_begun_again_the_new_one_stays(gateway:
     await until(lambda: not sum(each.stats()["sessions"] for each in engines))
 
 
-async def test_a_parent_that_ended_leaves_its_children(gateway: Begin, engine: StartEngine) -> None:
+async def test_a_session_ends_with_its_sub_agents_that_have_no_name_of_their_own(
+    gateway: Begin, engine: StartEngine
+) -> None:
     running, _ = await fleet(gateway, engine)
-    child = ["x-claude-code-session-id: p", "x-claude-code-agent-id: c"]
-    await ok(running, request(body(), child[0]))
-    first = (await ok(running, request(body(), *child))).one("x-warmroute-worker")
-    (session,) = [each for each in running.sessions.all() if each.parent is not None]
+    agent = ["x-claude-code-session-id: p", "x-claude-code-agent-id: c"]
+    await ok(running, request(body(), agent[0]))
+    await ok(running, request(body(), *agent))
+    below = [agent[0], "x-claude-code-agent-id: d", "x-claude-code-parent-agent-id: c"]
+    await ok(running, request(body(), *below))
+    assert len(running.sessions) == 3
     assert (await once(running.port, ending("p"))).status == 200
-    status, told = await tell(running, "GET", f"/sessions/{session.key.hex()}")
-    assert (status, told["id"]) == (200, session.key.hex())
-    assert (await ok(running, request(body(), *child))).one("x-warmroute-worker") == first
-    assert [each.turns for each in running.sessions.all()] == [2]
-    await ok(running, request(body(), child[0]))
-    assert len(running.sessions) == 2
+    assert len(running.sessions) == 0
+    # One with a name of its own goes on.
+    await ok(running, request(body(), "x-session-id: p"))
+    await ok(running, request(body(), "x-session-id: c", "x-parent-session-id: p"))
+    assert (await once(running.port, ending("p"))).status == 200
+    (child,) = running.sessions.all()
+    _, told = await tell(running, "GET", f"/sessions/{child.key.hex()}")
+    assert told["parent"] is not None
 
 
 # -- x-session-final ----------------------------------------------------------------------------------------------------
