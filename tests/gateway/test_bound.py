@@ -9,8 +9,8 @@ import pytest
 
 from gateway.config import Config
 from tests.gateway.conftest import Begin, StartEngine
-from tests.gateway.talk import once, request, tell
-from tests.gateway.test_clients import RESPONSES
+from tests.gateway.talk import Raw, once, request, tell
+from tests.gateway.test_clients import RESPONSES, Client, Talk, plain
 from tests.gateway.test_opened import closing, opening, say, start, turn
 from tests.gateway.test_sessions_adversarial import body, fleet, home_of, move, named, ok
 
@@ -115,3 +115,17 @@ async def test_a_conversation_whose_worker_is_gone_is_told_so(gateway: Begin, en
     assert answer.status == 503
     assert b"conv_1" in answer.body
     assert (await once(running.port, respond(conversation="conv_2"))).status == 200
+
+
+async def test_a_chain_of_responses_stays_on_the_rank_that_has_its_cache(gateway: Begin, engine: StartEngine) -> None:
+    """The engine's process has the state, one of its ranks the KV."""
+    running = await gateway(await engine(ranks=4, time_scale=0.0), policy="cache_aware")
+    chain = Client("responses", "", plain, RESPONSES, stored=True)
+    talks = [Talk(chain, f"s-{number}") for number in range(8)]
+    async with await Raw.connect(running.port) as client:
+        for turn in range(4):
+            for talk in talks:
+                talk.heard(await client.ask(talk.next(turn)))
+    places = [sorted(set(talk.workers)) for talk in talks]
+    assert [len(each) for each in places] == [1] * 8, places
+    assert len({each[0] for each in places}) == 4, "and they are spread over the ranks"

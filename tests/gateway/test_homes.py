@@ -152,6 +152,7 @@ class Homes(RuleBasedStateMachine):
         """One that was kept over a restart is taken back, and its home joins; what it said, others may have said too."""
         key = xxh3_128_digest(b"restored %d" % value)
         session = Session(key, "content", "t", "m", xxh3_64_intdigest(key))
+        session.parent = self._pick(pick).key if self.known and pick % 2 else None
         if self.known:
             other = self._pick(pick)
             session.ends, session.asked = [*other.ends, key], [*other.asked, *other.ends, *other.asked]
@@ -200,6 +201,14 @@ class Homes(RuleBasedStateMachine):
         assert [*self.store.recent(99)] == [*self.store.all()][::-1]
 
     @invariant()
+    def children_are_those_that_name_it(self) -> None:
+        live = list(self.store.all())
+        for session in live:
+            named = [other for other in live if other.parent == session.key]
+            assert {id(child) for child in self.store.children(session)} == {id(child) for child in named}
+        assert set(vars(self.store)["_children"]) == {session.parent for session in live if session.parent is not None}
+
+    @invariant()
     def nothing_is_left_of_those_that_are_gone(self) -> None:
         ends = self.store.ends
         ends.check()
@@ -222,6 +231,7 @@ class Homes(RuleBasedStateMachine):
             self.store.drop(session)
         assert not +self.counted
         assert (len(self.store), self.store.symbol_bytes, len(self.store.ends)) == (0, 0, 0)
+        assert not vars(self.store)["_children"]
 
 
 TestHomes: Any = Homes.TestCase
