@@ -89,7 +89,9 @@ class Lifecycle:
 
     def moved(self, session: Session) -> None:
         """Its home changed, or it was forgotten: workers where nothing of it runs any more are told."""
-        told = session.told or {}
+        told = session.told
+        if told is None:
+            return
         for worker_id, running in list(told.items()):
             if not running and (session.gone or not self._lives_at(session, worker_id)):
                 self._close(session, worker_id)

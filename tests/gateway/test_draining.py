@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import WorkerConfig
+from gateway.config import Config, TenantConfig, WorkerConfig
+from gateway.config_reader import Secret
 from gateway.run import Running
 from gateway.sessions import Session
 from gateway.workers import Worker
@@ -412,3 +413,50 @@ async def test_sessions_that_nobody_else_can_serve_go_on_at_home_until_somebody_
     assert (await progress(running, worker))["left"] == 2
     answer = await once(running.port, request(body(2), "x-session-id: s1"))
     assert answer.status == 200, answer.body
+
+
+async def test_moves_are_spread_evenly_over_the_time(gateway: Begin, engine: StartEngine) -> None:
+    running, _ = await two(gateway, engine, time_scale=0.0)
+    worker = await at_one(running, {f"s{number}": 2 for number in range(20)})
+    await drain(running, worker, 100)
+    drained = running.moving.drains[worker.id]
+    begun, gone = drained.began, []
+    for seconds in (0.0, 10.0, 25.0, 50.0, 99.0, 100.0):
+        running.moving._step(drained, begun + seconds)
+        gone.append(drained.moved)
+    assert gone == [0, 2, 5, 10, 19, 20]
+
+
+async def test_a_tenant_s_own_policy_places_its_sessions_anew(gateway: Begin, engine: StartEngine) -> None:
+    """The fleet's is another, and would put them all at one place."""
+
+    def change(config: Config) -> None:
+        config.policies = {"turns": {"name": "session", "fallback": "round_robin"}}
+        config.tenants = [TenantConfig("a", [Secret("key-a")], policy="turns")]
+        config.policy = "cache_aware"
+
+    running = await gateway(*[await engine(time_scale=0.0) for _ in range(4)], change=change)
+    for number in range(12):
+        sent = request(body(1), f"x-session-id: s{number}", "authorization: Bearer key-a")
+        assert (await once(running.port, sent)).status == 200
+    worker = next(iter(running.fleet.workers.values()))
+    for session in running.sessions.all():
+        running.sessions.bind(session, worker.targets[0].id, "test")
+    await drain(running, worker)
+    assert len(running.sessions) == 12
+    await until(lambda: not worker.targets[0].homes)
+    assert sorted(target.homes for target in running.fleet.targets.values()) == [0, 4, 4, 4]
+
+
+async def test_sessions_leave_a_draining_worker_that_does_not_answer_any_more(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    running, engines = await two(gateway, engine, time_scale=0.0)
+    worker = await at_one(running, {f"s{number}": 2 for number in range(6)})
+    await drain(running, worker, 600)
+    await next(each for each in engines if each.url == worker.url).kill()
+    await until(lambda: worker.failures >= 3)
+    for number in range(6):
+        answer = await once(running.port, request(body(2), f"x-session-id: s{number}"))
+        assert answer.status == 200
+        assert answer.one("x-warmroute-worker") != worker.targets[0].name

@@ -313,3 +313,106 @@ async def test_an_empty_body_stays_one_that_the_engine_can_judge(gateway: Begin,
         answer = await once(running.port, request(body, "x-session-id: s"))
         assert answer.status == 400
         assert "messages" in answer.json()["message"], answer.body
+
+
+# -- ends and the living -----------------------------------------------------------------------------------------------
+
+
+async def test_an_end_does_not_reach_a_session_that_took_its_name(gateway: Begin, engine: StartEngine) -> None:
+    engines = [await engine("sglang", session_refs=True, time_scale=0.2)]
+    running = await gateway(*engines, policy="cache_aware")
+    async with await Raw.connect(running.port) as client:
+        await client.send(request(chat(stream=True, max_tokens=60, ignore_eos=True), "x-session-id: s"))
+        await until(lambda: references(engines) == 1)
+        assert (await once(running.port, request(None, method="DELETE", path="/v1/sessions/s"))).status == 200
+        # Another begins while the old one's last turn still runs.
+        assert (await once(running.port, named("s"))).status == 200
+        assert b"[DONE]" in (await client.response()).body
+    await until(lambda: not len(running.lifecycle))
+    await asyncio.sleep(0.1)
+    assert references(engines) == 1
+
+
+async def test_an_engine_that_does_not_answer_keeps_no_other_from_hearing(gateway: Begin, engine: StartEngine) -> None:
+    engines = await fleet(engine, 2)
+    running = await gateway(*engines, policy="cache_aware")
+    await ask_all(running, [named(f"s{number}") for number in range(60)])
+    hung = engines[0].url
+    post = running.lifecycle._post
+
+    async def slow(worker: Any, path: str, method: str, body: bytes) -> Any:
+        if worker.url == hung:
+            await asyncio.sleep(60)
+        return await post(worker, path, method, body)
+
+    running.lifecycle._post = slow
+    for session in list(running.sessions.all()):
+        running.sessions.drop(session)
+    await until(lambda: engines[1].stats()["sessions"] == 0, 3)
+    assert engines[0].stats()["sessions"] > 0
+    running.lifecycle._post = post
+
+
+async def test_a_move_that_came_to_nothing_leaves_the_reference_where_it_was(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    engines = await fleet(engine, 2)
+    running = await gateway(*engines, policy="cache_aware")
+    await once(running.port, named("s"))
+    (session,) = running.sessions.all()
+    home = session.home
+    other = next(target.id for target in running.fleet.targets.values() if target.id != home)
+    assert home is not None
+    running.sessions.bind(session, other, "moved")
+    running.sessions.bind(session, home, "undone")
+    await asyncio.sleep(0.1)
+    assert references(engines) == 1
+    assert session.told == {running.fleet.targets[home].worker.id: 0}
+
+
+async def test_a_session_is_ended_by_a_token_that_another_gateway_made(gateway: Begin, engine: StartEngine) -> None:
+    def change(config: Config) -> None:
+        config.sessions.token_key = Secret("the same everywhere")
+
+    engines = await fleet(engine, 2)
+    one, two = [await gateway(*engines, policy="cache_aware", change=change) for _ in range(2)]
+    token = (await once(one.port, request(chat(max_tokens=2)))).one("x-warmroute-session")
+    other = request(
+        chat(messages=[{"role": "user", "content": "other"}], max_tokens=2), f"x-warmroute-session: {token}"
+    )
+    assert (await once(two.port, other)).one("x-warmroute-session-source") == "sticky"
+    assert (await once(two.port, request(None, method="DELETE", path=f"/v1/sessions/{token}"))).status == 200
+    assert len(two.sessions) == 0
+
+
+async def test_a_slot_is_not_named_while_the_server_chooses_for_others(gateway: Begin, engine: StartEngine) -> None:
+    """A request of no session may be in any slot: naming one could mean waiting for it beside a free one."""
+    server = await engine("llamacpp", max_running=2, kv_tokens=20_000, time_scale=0.2)
+    running = await gateway(server, policy="cache_aware")
+    await once(running.port, named("b"))
+    (target,) = running.fleet.targets.values()
+    assert target.slots is not None
+    async with await Raw.connect(running.port) as client:
+        prompt = {"model": "sim", "prompt": "x", "max_tokens": 2000, "stream": True}
+        await client.send(request(prompt, path="/v1/completions"))
+        await until(lambda: target.running == 1)
+        answer = await asyncio.wait_for(once(running.port, named("b")), 5)
+        assert answer.status == 200
+        assert target.running == 1
+        client.vanish()
+    await until(lambda: not target.running)
+
+
+async def test_our_cookie_stops_here_and_the_others_go_on(gateway: Begin, scripted: StartScripted) -> None:
+    def change(config: Config) -> None:
+        config.sessions.cookie = True
+
+    worker = await scripted()
+    running = await gateway(worker, policy="cache_aware", change=change)
+    first = await once(running.port, request(chat()))
+    token = first.one("x-warmroute-session")
+    assert first.one("set-cookie") == f"x-warmroute-session={token}; Path=/; HttpOnly; SameSite=Lax"
+    await once(running.port, request(chat(), f"cookie: a=1; x-warmroute-session={token}; b=2"))
+    assert worker.seen[-1].all("cookie") == ["a=1; b=2"]
+    await once(running.port, request(chat(), f"cookie: x-warmroute-session={token}"))
+    assert worker.seen[-1].all("cookie") == []

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.config import Config, TenantConfig
 from gateway.config_reader import Secret
+from gateway.pins import Pins
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import Response, once, request, until
@@ -70,3 +71,17 @@ async def test_names_of_conversations_are_bounded(gateway: Begin, engine: StartE
     running = await gateway(await engine(), policy="cache_aware")
     assert (await respond(running, conversation="c" * 5000)).status == 200
     assert all(len(name) < 300 for name in running.gateway.routing.pins.names())
+
+
+def test_a_name_in_use_is_not_crowded_out_and_no_tenant_crowds_another() -> None:
+    pins = Pins(most=100)
+    pins.put("a", "conversation", "w", None)
+    for number in range(500):
+        pins.put("a", f"r{number}", "w", None)
+        pins.put("b", f"r{number}", "v", b"key")
+        if number % 50 == 0:
+            assert pins.find("a", "conversation") == ("w", None)
+    assert pins.find("a", "conversation") == ("w", None)
+    assert pins.find("a", "r0") == (None, None)
+    assert pins.find("b", "r499") == ("v", b"key")
+    assert len(pins) == 200

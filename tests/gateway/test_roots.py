@@ -23,7 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks
 
 def first(number: int, system: str = SYSTEM, **fields: Any) -> bytes:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": f"I am number {number}"}]
-    return request(chat(messages=messages, max_tokens=2, **fields), f"x-session-id: {system[:9]}{number}")
+    return request(chat(**{"messages": messages, "max_tokens": 2, **fields}), f"x-session-id: {system[:9]}{number}")
 
 
 async def sessions(running: Running, count: int, *lines: str, **fields: Any) -> None:
@@ -200,3 +200,16 @@ async def test_the_store_of_starts_is_bounded(gateway: Begin, engine: StartEngin
         await once(running.port, first(0, f"{number:09}" + SYSTEM[:1200]))
     assert len(roots) == MOST
     assert roots.bytes == 0
+
+
+async def test_a_start_that_engines_refuse_is_nobody_s(gateway: Begin, engine: StartEngine) -> None:
+    old, new = [await engine() for _ in range(2)]
+    running = await gateway(old, policy="cache_aware")
+    for number in range(4):
+        assert (await once(running.port, first(number, "X" + SYSTEM, max_tokens=-1))).status == 400
+    await sessions(running, 2)
+    await joined(running, new)
+    await until(lambda: prompts(new) == 1)
+    await asyncio.sleep(0.2)
+    assert prompts(new) == 1
+    assert len(running.gateway.roots or ()) == 1

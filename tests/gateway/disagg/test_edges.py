@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config import Config, WorkerConfig
 from gateway.run import Running
-from tests.gateway.conftest import Begin, StartScripted
+from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.disagg.rig import StartRig, name, story
 from tests.gateway.disagg.test_bodies import DELTA, PREFILLED, scripts
 from tests.gateway.scripted import EVENTS, Script, Scripted, Seen, chunk, events, ok
@@ -170,3 +170,17 @@ async def test_aborts_carry_the_client_s_credential_where_workers_take_it(
     assert told.all("authorization") == ["Bearer mine"]
     assert json.loads(told.body)["rid"].startswith("wr-")
     await settled(running)
+
+
+async def test_a_request_that_a_prefill_engine_refuses_leaves_nothing_running(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    """What is wrong with it is its client's fault: nobody else is tried, and its session goes on."""
+    prefill = await engine("sglang", role="prefill", time_scale=0.0)
+    decode = await engine("sglang", role="decode", time_scale=0.0)
+    running = await gateway(prefill, decode, policy="cache_aware")
+    assert (await once(running.port, request(chat(max_tokens=2), "x-session-id: s"))).status == 200
+    for wrong in ({"messages": "nonsense"}, {"max_tokens": "many"}, {"tools": "none"}):
+        assert (await once(running.port, request(chat(**wrong), "x-session-id: s"))).status == 400
+    (session,) = running.sessions.all()
+    assert (session.running, session.turns) == (0, 1)
