@@ -124,7 +124,7 @@ class Accounts:
         if outcome == "ok" and ask.session is not None:
             final = exchange.incoming.named.get(b"x-session-final")
             if final is not None and final.strip().lower() in FINAL:
-                gateway.sessions.drop(ask.session)
+                gateway.sessions.end(ask.session)
 
     def _calibrate(self, exchange: Exchange, target: Target, usage: Usage | None) -> None:
         """Learn from a first event that nothing else delayed."""

@@ -284,9 +284,9 @@ class AdminSite:
         return _json(whole(self.running, self._find_session(request)))
 
     async def remove_session(self, request: web.Request) -> web.Response:
-        """Forget a session; its next request is placed anew."""
+        """Forget a session, with its sub-agents that go by its name; its next request is placed anew."""
         session = self._find_session(request)
-        self.running.sessions.drop(session)
+        self.running.sessions.end(session)
         return _json({"removed": session.key.hex()})
 
     async def move_session(self, request: web.Request) -> web.Response:

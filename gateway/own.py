@@ -69,18 +69,9 @@ class Own:
         if not found:
             raise NotFound(f"no session of yours is called {told.decode('utf-8', 'replace')[:100]!r}")
         for session in found:
-            self._end(session)
+            self.gateway.sessions.end(session)
         body = {"id": told.decode("utf-8", "replace"), "object": "session.deleted", "deleted": True}
         return wire.whole(200, msgspec.json.encode(body), incoming)
-
-    def _end(self, session: Session) -> None:
-        """With its sub-agents that have no name of their own."""
-        sessions = self.gateway.sessions
-        inner = [session]
-        for each in inner:
-            inner += [child for child in sessions.children(each) if child.inner and child not in inner]
-        for each in inner:
-            sessions.drop(each)
 
     def _sessions_called(self, told: bytes, tenant: Tenant) -> list[Session]:
         gateway = self.gateway

@@ -315,6 +315,14 @@ class Sessions:
         self.ends.restore(session)
         return True
 
+    def end(self, session: Session) -> None:
+        """Forget one session with its sub-agents that go by its name."""
+        left = [session]
+        while left:
+            each = left.pop()
+            left += [child for child in self.children(each) if child.inner]
+            self.drop(each)
+
     def get(self, key: bytes) -> Session | None:
         """By key, without touching it."""
         return self._sessions.get(key)
