@@ -23,11 +23,18 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))
 SECRETS = {
-    "CODING_KEY": "k7",
-    "CHAT_KEY": "k8",
-    "TOKEN_KEY": "k9",
     name: f"value-of-{name}"
-    for name in ("WARMROUTE_ADMIN_TOKEN", "ENGINE_KEY", "AGENTS_KEY", "AGENTS_KEY_NEXT", "BATCH_KEY", "GUESTS_KEY")
+    for name in (
+        "WARMROUTE_ADMIN_TOKEN",
+        "ENGINE_KEY",
+        "AGENTS_KEY",
+        "AGENTS_KEY_NEXT",
+        "BATCH_KEY",
+        "GUESTS_KEY",
+        "CODING_KEY",
+        "CHAT_KEY",
+        "TOKEN_KEY",
+    )
 }
 
 
