@@ -136,6 +136,16 @@ class Homes(RuleBasedStateMachine):
         assert session.gone and session.home is None and session.partner is None
         assert len(self.dropped) - before <= 1
 
+    @precondition(lambda self: self.known)
+    @rule(pick=PICKS)
+    def end(self, pick: int) -> None:
+        """With its sub-agents; of one that was forgotten before nothing is left to end."""
+        session = self._pick(pick)
+        if not session.gone:
+            inner = [child for child in self.store.children(session) if child.inner]
+            self.store.end(session)
+            assert session.gone and all(child.gone for child in inner)
+
     @rule(seconds=st.floats(0, 60))
     def sweep(self, seconds: float) -> None:
         self.now += seconds
