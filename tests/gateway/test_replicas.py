@@ -9,7 +9,7 @@ from gateway.config_reader import Secret
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import chat, once, request
-from tests.gateway.test_sessions_adversarial import ending, homes
+from tests.gateway.test_sessions_adversarial import ending
 
 
 def one_secret(config: Config) -> None:
