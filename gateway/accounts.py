@@ -51,7 +51,7 @@ class Accounts:
         target = exchange.target
         if target is not None and exchange.status < 500 and target.breaker.open_until is not None:
             self.gateway.fleet.succeeded(target)
-        self.gateway.routing.begun(exchange.ask)
+        self.gateway.routing.begun(exchange.ask, exchange.status < 300)
 
     def heard(self, worker: Worker) -> float:
         """When a byte of any running answer last came from ``worker``."""

@@ -52,6 +52,10 @@ class Model:
         self.space = self.name.encode("utf-8", "surrogatepass")
 
 
+def _never() -> bool:
+    return False
+
+
 class Ask:
     """One request on its way to a choice, and what must be undone or learned at its end."""
 
@@ -62,13 +66,13 @@ class Ask:
         "committed",
         "context",
         "depth",
-        "end",
         "exact",
         "found",
         "ids",
         "model",
         "namespace",
         "new_session",
+        "over",
         "page",
         "pages",
         "partnered",
@@ -110,8 +114,6 @@ class Ask:
         """``None`` again once the answer has begun."""
         self.size: int | None = None
         """Bytes of the prompt."""
-        self.end: tuple[bytes, bool] | None = None
-        """What its session will be found by, if by content; see `Sessions.end_of`."""
         self.pages: Pages = EMPTY
         self.depth: Mapping[int, int] = {}
         self.page = 0.0
@@ -159,6 +161,8 @@ class Ask:
         """Tokens of the session's previous prompt with what was generated; ``None``: not known, or there is none."""
         self.shared: int | None = None
         """Leading tokens that it shares with that; ``None``: it extends it."""
+        self.over: Callable[[], bool] = _never
+        """Whether all of its answer's content has come."""
         self.asked = False
         """Whether it was sent to anybody yet."""
 

@@ -57,6 +57,9 @@ SILENT = 5.0
 MERGED = 4 * 1024 * 1024
 """Bytes of an answer that are held to be changed as a whole."""
 
+LAST = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
+"""What streams end with."""
+
 UNANSWERED = frozenset((WAITING, PEEKING, MERGING, REFUSED))
 """Phases in which a worker's failure is an attempt's."""
 
@@ -170,12 +173,21 @@ class Exchange:
         self.handed: Handed | None = None
         """What a pair that failed left for the next one."""
         client.owner = self
+        ask.over = self._over
         gateway.exchanges.add(self)
 
     @property
     def tail(self) -> bytes:
         """The last bytes that were passed on."""
         return b"".join(self.relay.tail) if self.relay is not None else b""
+
+    def _over(self) -> bool:
+        """Whether the last event of the stream has come, though not the end of its framing."""
+        relay = self.relay
+        if relay is None or not self.events or not relay.tail:
+            return False
+        last = relay.tail[-1]
+        return any(mark in last for mark in LAST)
 
     @property
     def first(self) -> bytes:

@@ -155,7 +155,8 @@ class Routing:
             request.session = session.hash
             request.home = session.home if session.home is not None else carried
             request.partner = session.partner
-            request.siblings = session.running
+            # One of whose answer all is here but the end of its framing runs no more.
+            request.siblings = session.running and session.running - sum([each.over() for each in session.live])
         request.turns = model.demand.turns
         if policy.needs_prefix and ask.prompt is not None:
             if ids is None:
@@ -410,6 +411,7 @@ class Routing:
     def _bind(self, ask: Ask, session: Session, target: Target, choice: Choice) -> None:
         before = session.home
         session.running += 1
+        session.live = (*session.live, ask)
         if before is None or choice.moves_home:
             self.sessions.bind(session, target.id, choice.reason)
         first = choice.prefill
@@ -424,8 +426,9 @@ class Routing:
             outcome = "moved" if choice.moves_home else "spilled"
         self.metrics.sessions.add((ask.tenant.name, ask.model_name, outcome, choice.reason))
 
-    def begun(self, ask: Ask) -> None:
-        """The answer begins: what was needed to choose again may go, and only what is learned at the end stays."""
+    def begun(self, ask: Ask, good: bool = True) -> None:
+        """The answer begins: what was needed to choose again may go, and only what is learned at the end stays. ``good``: it is
+        none of an error."""
         reading = ask.reading
         reading.ids = reading.salt = reading.tool = ask.takes = None
         reading.session, reading.field = tuple, no_field
@@ -433,8 +436,11 @@ class Routing:
             ask.ids = b""
         prompt = ask.prompt
         if prompt is not None:
-            if ask.found == "content":
-                ask.end = end_of(prompt, ask.scope)
+            if ask.found == "content" and good and ask.session is not None:
+                # Not at the end: its client may go on before the last byte of the framing is here.
+                said = end_of(prompt, ask.scope)
+                if said is not None:
+                    self.sessions.remember_content(ask.session, said)
             ask.prompt = None
         ask.reading.make_prompt = None
 
@@ -443,6 +449,7 @@ class Routing:
         session = ask.session
         if session is not None:
             session.running = max(0, session.running - 1)
+            session.live = tuple([each for each in session.live if each is not ask])
         for place, at in (pin for pin in (ask.pin, ask.second) if pin is not None):
             self.index.undone(ask.namespace, ask.pages.symbols, at, place, ask.depth.get(at, 0), ask.committed)
         ask.pin = ask.second = None
@@ -486,6 +493,7 @@ class Routing:
         if session is not None:
             session.running = max(0, session.running - 1)
             session.turns += 1
+            session.live = tuple([each for each in session.live if each is not ask])
         size = ask.size
         if model is None or size is None:
             return
@@ -504,8 +512,6 @@ class Routing:
             self.holdings.checkpoint(ask, computes, model.rule, usage)
         if session is None:
             return
-        if ask.end is not None:
-            self.sessions.remember_content(session, ask.end)
         keeps = target.worker.facts.keeps
         if said is not None and ask.ids and keeps:
             ask.pages = self.holdings.said(ask, target, ask.ids + said[:-4], now)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from os import urandom
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -20,6 +21,9 @@ from gateway.naming import Found, Naming
 from gateway.prompt import Prompt
 from gateway.sticky import Sticky
 from kv_index.pages import EMPTY, Pages
+
+if TYPE_CHECKING:
+    from gateway.asks import Ask
 
 MOST_SYMBOLS = 512 * 1024 * 1024
 """Bytes of symbols that all sessions together keep: of prompts, 32 times as much."""
@@ -82,6 +86,8 @@ class Session:
     """The tool whose result its last turn brought; empty: a user spoke, or nothing is known."""
     gone: bool = False
     """It was forgotten."""
+    live: tuple[Ask, ...] = ()
+    """Its requests that run."""
     saved: float = 0.0
     """When it was last saved, where sessions are kept over restarts."""
     awaited: tuple[str | None, str | None] | None = None
