@@ -1,7 +1,8 @@
 """The doctor: why prompts of a session do not begin with the one before, and why sessions do not share their start.
 
 While requests run only references are kept, of a sample of the sessions that fits into a bound of memory. One task examines
-them, one at a time and at most so many a second, so that the event loop is never held for longer than one examination.
+them, one at a time and at most so many a second, in steps of which each has a bound whatever clients sent (`gateway.outline`,
+`kv_index.causes.Effort`), so that the event loop is never held for longer than one step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ CALM = 60.0
 """Seconds with little kept, after which more sessions are sampled."""
 REST = 50.0
 """Times as long as an examination took, nothing is examined: of long prompts fewer than ``rate`` a second."""
+BREATH = 0.001
+"""Seconds between two steps of one."""
 _ALL = 1 << 64
 
 
@@ -92,6 +95,7 @@ class Doctor:
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._breaks: OrderedDict[int, deque[BreakSeen]] = OrderedDict()
         self._starts = Starts(memory // 4, measure)
+        self._under_way = False
         self._now = 0.0
         self._calm: float | None = None
 
@@ -194,32 +198,40 @@ class Doctor:
     async def run(self) -> None:
         """Examine until cancelled."""
         while True:
-            begun = perf_counter()
-            self.examine()
+            begun, spent = perf_counter(), 0.0
+            for _ in self._examination():
+                spent += perf_counter() - begun
+                await asyncio.sleep(BREATH)
+                begun = perf_counter()
             self._adapt()
-            await asyncio.sleep(max(1 / self.rate, REST * (perf_counter() - begun)))
+            await asyncio.sleep(max(1 / self.rate, REST * (spent + perf_counter() - begun)))
 
     def examine(self) -> bool:
-        """One examination, if a prompt waits for it; whether one did. Never raises."""
+        """One examination in one go, if a prompt waits for it; whether one did. Never raises."""
+        waits = bool(self._queue)
+        for _ in self._examination():
+            pass
+        return waits
+
+    def _examination(self) -> Generator[None, None, None]:
+        """The steps of one examination; yields between them. Never raises."""
         if not self._queue:
-            return False
+            return
         session, _ = self._queue.popitem(last=False)
         kept = self._kept[session]
         note, base = kept.waiting, kept.base
         kept.waiting = None
         if note is None:
-            return True
+            return
         self._rebase(kept, note)
+        self._under_way = True
         try:
             after = outline(note.kind, note.body, note.thinking)
+            yield
             if base is None or note.new:
-                hit, found = self._starts.add(note, after)
-                if found is not None:
-                    self._record(note, found[0], 0, found[1], True)
-                if self._ideal:
-                    kept.totals.hit(found[1].shared if found is not None else round(hit * rate_of(note, after)))
+                yield from self._begins(note, after, kept.totals)
             else:
-                self._goes_on(base, note, after, kept.totals)
+                yield from self._goes_on(base, note, after, kept.totals)
             kept.totals.examined += 1
             kept.totals.hit(note.cached_tokens)
         except Unread as error:
@@ -230,13 +242,23 @@ class Doctor:
             # A defect of the doctor's must not end it; what it was is in the log, without a word of the prompt.
             self._skip("defect", note)
             log.exception("examining a prompt failed")
+        finally:
+            self._under_way = False
         if self.held > self.memory:
             self._halve()
-        return True
 
-    def _goes_on(self, base: Note, note: Note, after: Outline, totals: Totals) -> None:
+    def _begins(self, note: Note, after: Outline, totals: Totals) -> Generator[None, None, None]:
+        hit, found = yield from self._starts.add(note, after)
+        if found is not None:
+            self._record(note, found[0], 0, found[1], True)
+        if self._ideal:
+            totals.hit(found[1].shared if found is not None else round(hit * rate_of(note, after)))
+
+    def _goes_on(self, base: Note, note: Note, after: Outline, totals: Totals) -> Generator[None, None, None]:
         before = outline(base.kind, base.body, base.thinking)
+        yield
         found = compare(before, after)
+        yield
         if self._ideal:
             totals.hit(self._shared(base, note, before, after, found))
         if found.relation is Relation.RETRY:
@@ -248,9 +270,8 @@ class Doctor:
                 totals.unexplained += 1
                 totals.unexplained_tokens += lost_of(note) or 0
         else:
-            self._record(
-                note, found.broken, before.first, cost_of(base, note, before, after, found.broken, self._measure), False
-            )
+            cost = yield from cost_of(base, note, before, after, found.broken, self._measure)
+            self._record(note, found.broken, before.first, cost, False)
 
     def _shared(self, base: Note, note: Note, before: Outline, after: Outline, found: Lineage) -> int:
         """Tokens of ``note`` that a cache which loses nothing would give."""
@@ -306,7 +327,7 @@ class Doctor:
             "skipped": self.skipped.total(),
             "skipped_by": dict(self.skipped),
             "breaks": {"examined": sum(each.breaks for each in totals.values()), "skipped": self.breaks_skipped},
-            "waiting": len(self._queue),
+            "waiting": len(self._queue) + self._under_way,
             "share": self.share,
             "tenants": tenants,
         }

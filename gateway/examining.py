@@ -1,15 +1,20 @@
-"""What one examination tells: what a break cost, and what keeps the starts of sessions from being shared."""
+"""What one examination tells: what a break cost, and what keeps the starts of sessions from being shared.
+
+Both go in steps: they are generators that yield where requests may go on meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Generator
 from typing import NamedTuple, Protocol
 
 from gateway.canonical import ALL, canonical
 from gateway.findings import Cost
-from gateway.outline import outline
+from gateway.outline import head_of, outline
 from gateway.prompt import Thinking
-from kv_index.heads import Break
+from kv_index.causes import Effort
+from kv_index.heads import Break, alike
 from kv_index.lineage import between, compare
 from kv_index.outlines import Outline, Part
 
@@ -21,6 +26,8 @@ START = 512 * 1024
 """... each of at most so many bytes, ..."""
 PAIRS = 256
 """... for so many tenants and models."""
+PARTS = 5000
+"""Commas and brackets of a start that is made canonical to see what that would save: what it costs goes by their number."""
 BYTES = 4.0
 """Bytes of a token, where nobody counted any."""
 
@@ -69,6 +76,9 @@ class _Start(NamedTuple):
     size: int
 
 
+Found = tuple[Break, Cost] | None
+
+
 class Starts:
     """Distinct starts of recent sessions, in at most ``memory`` bytes."""
 
@@ -78,9 +88,9 @@ class Starts:
         self.size = 0
         self._starts: OrderedDict[tuple[str, str], list[_Start]] = OrderedDict()
 
-    def add(self, note: Note, told: Outline) -> tuple[int, tuple[Break, Cost] | None]:
-        """Bytes that the start of a session shares with those of others of its tenant and model, and what keeps it from sharing
-        the rest; ``None``: nothing does, or nothing like it was seen. Raises `Unread`.
+    def add(self, note: Note, told: Outline) -> Generator[None, None, tuple[int, Found]]:
+        """In steps: bytes that the start of a session shares with those of others of its tenant and model, and what keeps it
+        from sharing the rest; ``None``: nothing does, or nothing like it was seen. Raises `Unread`.
         """
         if told.text is not None or told.head > START:
             return 0, None
@@ -96,26 +106,31 @@ class Starts:
             known.remove(same)
             known.append(same)
             return head.size, None
-        body, changed = canonical(note.kind, note.body, ALL)
-        plain = outline(note.kind, body, note.thinking, head=True) if changed else head
+        yield
+        plain = _canonical(note, head) or head
+        yield
         # Objects take some times as much as the JSON that they were read from.
-        size = (12 if changed else 6) * head.size + OVERHEAD + (len(note.body) if self.measure is not None else 0)
+        size = (6 if plain is head else 12) * head.size + OVERHEAD + (len(note.body) if self.measure is not None else 0)
         kept = note if self.measure is not None else note._replace(body=b"")
         start = _Start(key, head, plain, kept, size)
-        found = self._differs(start, known, rate_of(note, told))
+        found = yield from self._differs(start, known, rate_of(note, told))
         known.append(start)
         self.size += size
         self._bound(known)
         return 0 if found is None else found[0].shared, found
 
-    def _differs(self, start: _Start, known: list[_Start], rate: float) -> tuple[Break, Cost] | None:
+    def _differs(self, start: _Start, known: list[_Start], rate: float) -> Generator[None, None, Found]:
         found: tuple[Break, _Start] | None = None
-        for other in known:
-            broken = between(other.told, start.told)
-            if broken is not None and (found is None or broken.shared > found[0].shared):
+        effort = Effort()
+        # The first one of those that share most.
+        for other in sorted(known, key=lambda each: -alike(each.told, start.told)):
+            broken = between(other.told, start.told, effort)
+            if broken is not None:
                 found = broken, other
+                break
         if found is None:
             return None
+        yield
         broken, other = found
         size = min(broken.before, broken.after)
         plain = between(other.plain, start.plain)
@@ -158,8 +173,10 @@ def lost_of(note: Note) -> int | None:
     return max(0, min(note.before_tokens, note.prompt_tokens) - note.shared_tokens)
 
 
-def cost_of(base: Note, note: Note, before: Outline, after: Outline, broken: Break, measure: Measure | None) -> Cost:
-    """What a break cost: by the note's own counts, measured, or estimated by bytes."""
+def cost_of(
+    base: Note, note: Note, before: Outline, after: Outline, broken: Break, measure: Measure | None
+) -> Generator[None, None, Cost]:
+    """In steps: what a break cost: by the note's own counts, measured, or estimated by bytes. Raises `Unread`."""
     size = min(broken.before, broken.after)
     lost_bytes = max(0, size - broken.shared)
     measured = measure.lineage(base, note) if measure is not None else None
@@ -167,7 +184,7 @@ def cost_of(base: Note, note: Note, before: Outline, after: Outline, broken: Bre
     estimated = counted is None
     lost = round(lost_bytes * rate_of(note, after)) if counted is None else counted
     heads = lost_bytes and broken.place.part in (Part.TOOL, Part.SYSTEM, Part.PARAMETER)
-    left = _canonical_left(base, note, before, after) if heads else None
+    left = (yield from _canonical_left(base, note, before, after)) if heads else None
     gain = 0 if left is None else round(lost * max(0, lost_bytes - left) / lost_bytes)
     return Cost(lost, gain, estimated)
 
@@ -177,14 +194,23 @@ def rate_of(note: Note, told: Outline) -> float:
     return note.prompt_tokens / told.size if note.prompt_tokens and told.size else 1 / BYTES
 
 
-def _canonical_left(base: Note, note: Note, before: Outline, after: Outline) -> int | None:
-    """Bytes that would be lost still with canonical prompts; ``None``: they change nothing."""
+def _canonical(note: Note, told: Outline) -> Outline | None:
+    """The start of a canonical prompt; ``None``: it is the same, or has too many parts to see. Raises `Unread`."""
+    texts = [*[tool.text for tool in told.tools], *told.system]
+    if sum([text.count(mark) for text in texts for mark in ",[{"]) > PARTS:
+        return None
+    body, changed = canonical(note.kind, head_of(note.kind, note.body), ALL)
+    return outline(note.kind, body, note.thinking, head=True) if changed else None
+
+
+def _canonical_left(base: Note, note: Note, before: Outline, after: Outline) -> Generator[None, None, int | None]:
+    """In steps: bytes that would be lost still with canonical prompts; ``None``: they change nothing."""
     told = []
     for each, found in ((base, before), (note, after)):
-        body, changed = canonical(each.kind, each.body, ALL)
-        if changed:
+        yield
+        head = _canonical(each, found)
+        if head is not None:
             # Messages stay as they are.
-            head = outline(each.kind, body, each.thinking, head=True)
             found = Outline(
                 parameters=head.parameters,
                 tools=head.tools,
@@ -197,5 +223,6 @@ def _canonical_left(base: Note, note: Note, before: Outline, after: Outline) -> 
         told.append(found)
     if told[0] is before and told[1] is after:
         return None
-    broken = compare(*told).broken
+    yield
+    broken = compare(told[0], told[1]).broken
     return 0 if broken is None else max(0, min(broken.before, broken.after) - broken.shared)

@@ -2,6 +2,9 @@
 
 Tools are outlined as engines list them: read into types of their own, so that the order of a tool's outer fields, and how its
 JSON is spelled, reach no template, while the order of keys in a schema does.
+
+Bodies are outlined beside requests that run. So only those members are read that are outlined, and a body of more objects or
+more pieces than anybody's prompt has is not: what it costs goes by their number.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from gateway.dialects.anthropic import BILLING
 from gateway.prompt import Thinking
@@ -23,15 +27,27 @@ PARAMETERS = {
     "responses": ("reasoning",),
 }
 """Fields that change what templates render, or where."""
+OBJECTS = 32 * 1024
+"""Objects and lists in a body, as many as brackets open."""
+PIECES = 2048
+"""Tools, texts of the system, messages, and what is listed in each of these."""
+PARAMETER = 16 * 1024
+"""Bytes of a parameter whose keys are sorted; of a longer one the order counts."""
+_HEAD = frozenset(("tools", "tool_choice", "system", "instructions", "messages", "input"))
+"""Members of which the part before the messages is made."""
 _FIRST = ("type", "function", "name", "description", "parameters", "input_schema", "strict")
 
 
 class Unread(Exception):
-    """This body has no outline; ``reason`` is one of a few words: ``body``, ``kind``, ``ids``, ``stored``, ``deep``."""
+    """This body has no outline; ``reason``: ``body``, ``kind``, ``ids``, ``stored``, ``deep``, ``pieces``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+_members = msgspec.json.Decoder(dict[str, Raw])
+_items = msgspec.json.Decoder(list[Raw])
 
 
 def outline(kind: str, body: bytes, thinking: Thinking, head: bool = False) -> Outline:
@@ -39,16 +55,66 @@ def outline(kind: str, body: bytes, thinking: Thinking, head: bool = False) -> O
     read = _READERS.get(kind)
     if read is None:
         raise Unread("kind")
+    if body.count(b"{") + body.count(b"[") > OBJECTS:
+        raise Unread("pieces")
     try:
-        told = msgspec.json.decode(body)
-        if not isinstance(told, dict):
-            raise Unread("body")
+        told = _told(kind, body)
+        if _pieces(told) > PIECES:
+            raise Unread("pieces")
         return read(told, thinking, head)
     except RecursionError:
         raise Unread("deep") from None
     except (ValueError, UnicodeError, TypeError):
         # Not JSON, or what no dialect expects.
         raise Unread("body") from None
+
+
+def _pieces(told: dict[str, Any]) -> int:
+    """How many pieces there are to read, about."""
+    lists = [told[name] for name in ("tools", "system", "messages", "input") if isinstance(told.get(name), list)]
+    found = sum(map(len, lists))
+    if found <= PIECES:
+        inside = [each.values() for listed in lists for each in listed if isinstance(each, dict)]
+        found += sum([len(value) for values in inside for value in values if isinstance(value, list)])
+    return found
+
+
+def _told(kind: str, body: bytes) -> dict[str, Any]:
+    """The members that are outlined. Raises `ValueError` for a body that is no JSON object."""
+    parameters = PARAMETERS.get(kind, ())
+    told: dict[str, Any] = {}
+    for name, raw in _members.decode(body).items():
+        if name in parameters and len(memoryview(raw)) > PARAMETER:
+            told[name] = bytes(raw).decode()
+        elif name in parameters or name in _READ:
+            told[name] = msgspec.json.decode(raw)
+    return told
+
+
+def head_of(kind: str, body: bytes) -> bytes:
+    """The body without what stands behind the system prompt and without what is not outlined. Raises `Unread`."""
+    kept = _HEAD.union(PARAMETERS.get(kind, ()))
+    try:
+        members = {name: raw for name, raw in _members.decode(body).items() if name in kept}
+        for name in ("messages", "input"):
+            if name in members:
+                members[name] = Raw(b"[" + b",".join(_leading(members[name])) + b"]")
+    except RecursionError:
+        raise Unread("deep") from None
+    except (ValueError, UnicodeError):
+        raise Unread("body") from None
+    return b"{" + b",".join([msgspec.json.encode(name) + b":" + bytes(raw) for name, raw in members.items()]) + b"}"
+
+
+def _leading(raw: Raw) -> Iterator[bytes]:
+    """Those messages of a list that are the system's, in front of all others."""
+    if bytes(memoryview(raw)[:1]) != b"[":
+        return
+    for each in _items.decode(raw):
+        role = _members.decode(each).get("role")
+        if role is None or msgspec.json.decode(role) not in SYSTEM:
+            return
+        yield bytes(each)
 
 
 def _chat(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
@@ -196,6 +262,7 @@ def _prompt(told: dict[str, Any], thinking: Thinking, head: bool) -> Outline:
     return Outline(text=text)
 
 
+_READ = _HEAD | {"previous_response_id", "conversation", "prompt", "text", "input_ids"}
 _READERS = {
     "chat": _chat,
     "messages": _messages,

@@ -2,18 +2,61 @@
 
 A time or an id is to blame only where everything around it is equal: both texts are cut into words and times, and all pairs
 that differ must be of that kind. What is equal is not looked at, so a difference in a long text costs little more than
-finding it.
+finding it. How much of what differs is looked at has a bound for the whole comparison (`Effort`), for it runs beside requests.
 """
 
 import re
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple
 
 LONGEST = 16 * 1024
 """Characters of one differing line that are looked at: a longer one was edited."""
 AROUND = 256
 """Characters of a line that are looked at on both sides of what differs: no value is as long."""
+
+
+LINES = 8192
+"""Lines of one text that are looked at."""
+MOST = 64 * 1024
+"""Steps of one comparison: a character that is looked at is one, ..."""
+WORD = 10
+"""... a word so many more, ..."""
+EQUAL = 8
+"""... and of characters that are only read so many are one."""
+TEXT = 96
+"""What a text costs beyond that."""
+ENOUGH = 16
+"""Values that are of one kind, after which all are believed to be, where not all can be looked at."""
+SEEN = 64
+"""Characters in front of a word that tell what it is."""
+
+
+class Effort:
+    """What one comparison may still spend. Beyond it a cause is the coarser one; where prompts differ is right all the same."""
+
+    __slots__ = ("explained", "left", "out")
+
+    def __init__(self, steps: int = MOST) -> None:
+        self.left = steps
+        self.out = False
+        """Something was left out."""
+        self.explained = 0
+        """Values that differ and were found to be times or ids."""
+
+    def take(self, steps: int) -> bool:
+        """Whether so many more may be spent; they are, then."""
+        if self.out or steps > self.left:
+            self.out = True
+            return False
+        self.left -= steps
+        return True
+
+    @property
+    def enough(self) -> bool:
+        """Whether so much was looked at that the rest, which cannot be, is taken for the same."""
+        return self.out and self.explained >= ENOUGH
 
 
 class Cause(StrEnum):
@@ -72,19 +115,25 @@ def _common_end(one: str, other: str, most: int) -> int:
     return low
 
 
-def difference(before: str, after: str) -> Difference | None:
+def difference(before: str, after: str, effort: Effort | None = None) -> Difference | None:
     """How ``after`` differs from ``before``; ``None`` if it does not."""
     if before == after:
         return None
+    effort = effort or Effort()
     at = common(before, after)
     end = _common_end(before, after, min(len(before), len(after)) - at)
     begin = before.rfind("\n", 0, at) + 1
-    one, other = (_to_line_end(text, begin, len(text) - end) for text in (before, after))
-    if one.split() == other.split():
+    # One character on both sides tells whether words are parted there.
+    around = [text[max(0, at - 1) : len(text) - max(0, end - 1)] for text in (before, after)]
+    read = sum(map(len, around)) // EQUAL
+    if effort.take(TEXT) and 2 * read <= effort.left and effort.take(read) and around[0].split() == around[1].split():
         return Difference(Cause.WHITESPACE, at, at)
+    one, other = (_to_line_end(text, begin, len(text) - end) for text in (before, after))
     cause, start = None, at
-    for value in _values(one.split("\n"), other.split("\n")):
+    for value in _values(one, other, effort):
         if value is None:
+            if cause is not None and effort.enough:
+                break
             return Difference(None, at, at)
         if cause is None:
             cause, start = value[0], begin + value[1]
@@ -97,29 +146,42 @@ def _to_line_end(text: str, begin: int, end: int) -> str:
     return text[begin:] if found < 0 else text[begin:found]
 
 
-def _values(ones: list[str], others: list[str]) -> Iterator[tuple[Cause, int] | None]:
+def _values(one: str, other: str, effort: Effort) -> Iterator[tuple[Cause, int] | None]:
     """(cause, offset) of the first value in each line that differs; ``None`` for one in which words differ."""
-    if len(ones) != len(others):
+    if one.count("\n") != other.count("\n"):
         # No time and no id has a line's end in it.
         yield None
         return
     offset = 0
-    for one, other in zip(ones, others, strict=True):
-        if one != other:
-            value = _in_line(one, other)
+    pairs = zip(one.split("\n", LINES), other.split("\n", LINES), strict=True)
+    for number, (line, fellow) in enumerate(pairs):
+        if line != fellow:
+            # The last one of too many is all the others.
+            effort.out = effort.out or number == LINES
+            value = _in_line(line, fellow, effort)
             yield None if value is None else (value[0], offset + value[1])
-        offset += len(one) + 1
+        offset += len(line) + 1
 
 
-def _in_line(one: str, other: str) -> tuple[Cause, int] | None:
+def _words(text: str, effort: Effort) -> list[re.Match[str]] | None:
+    """The line in words and times; ``None``: it is too much."""
+    if not effort.take(len(text)):
+        return None
+    most = effort.left // WORD
+    found = list(islice(_WORDS.finditer(text), most + 1))
+    return found if effort.take(len(found) * WORD) else None
+
+
+def _in_line(one: str, other: str, effort: Effort) -> tuple[Cause, int] | None:
     at = common(one, other)
     end = _common_end(one, other, min(len(one), len(other)) - at)
     begin = max(0, at - AROUND)
     one, other = (text[begin : len(text) - max(0, end - AROUND)] for text in (one, other))
     if max(len(one), len(other)) > LONGEST:
         return None
-    ones, others = list(_WORDS.finditer(one)), list(_WORDS.finditer(other))
-    if len(ones) != len(others):
+    ones = _words(one, effort)
+    others = None if ones is None else _words(other, effort)
+    if ones is None or others is None or len(ones) != len(others):
         return None
     found, strong, weak = None, False, False
     for left, right in zip(ones, others, strict=True):
@@ -127,7 +189,7 @@ def _in_line(one: str, other: str) -> tuple[Cause, int] | None:
             continue
         if left.lastgroup == right.lastgroup == "time":
             cause, strong = Cause.TIME, True
-        elif left.lastgroup == right.lastgroup == "weak" and _COUNTER.search(one[: left.start()][-48:]) is None:
+        elif left.lastgroup == right.lastgroup == "weak" and _COUNTER.search(_in_front(left, left.start())) is None:
             cause, weak = Cause.TIME, True
         elif left.lastgroup == "rest" or right.lastgroup == "rest":
             return None
@@ -137,12 +199,15 @@ def _in_line(one: str, other: str) -> tuple[Cause, int] | None:
             cause, strong = Cause.ID, True
         else:
             return None
+        effort.explained += 1
         found = found or (cause, begin + left.start() + _folders(left[0], right[0]))
     if weak and not strong and not _NOW.search(one):
         return None
     return found
 
 
+_GAP = r"\s{1,9}"
+"""Within a time: not any number of them, which were counted again and again."""
 _MONTH = (
     r"(?:jan(?:uary|uar|vier|eiro)?|feb(?:ruary|ruar|rero)?|février|fevereiro|mar(?:ch|s|zo|ço)?|märz|apr(?:il|ile)?|avril|abril"
     r"|may|mai|mayo|maio|june?|juni|juin|junio|junho|july?|juli|juillet|julio|julho|aug(?:ust)?|août|agosto"
@@ -164,16 +229,16 @@ _NTH = r"\d{1,2}(?:st|nd|rd|th|\.)?"
 _DATE = (
     r"(?:\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{4}\.\d{1,2}\.\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}\.\d{1,2}\.\d{4}"
     rf"|\d{{2}}-\d{{2}}-(?:\d{{4}}|\d{{2}})|\d{{1,2}}[-/]{_MONTH}[-/]\d{{4}}|\d{{4}}-?w\d{{2}}(?:-?\d)?|\d{{1,2}}/(?:19|20)\d{{2}}"
-    rf"|{_MONTH}\s+{_NTH}(?:,?\s+\d{{4}})?|{_NTH}\s+(?:of\s+|de\s+)?{_MONTH}(?:,?\s+(?:de\s+)?\d{{4}})?|{_MONTH},?\s+\d{{4}}"
+    rf"|{_MONTH}{_GAP}{_NTH}(?:,?{_GAP}\d{{4}})?|{_NTH}{_GAP}(?:of{_GAP}|de{_GAP})?{_MONTH}(?:,?{_GAP}(?:de{_GAP})?\d{{4}})?|{_MONTH},?{_GAP}\d{{4}}"
     rf"|\d{{4}}\s?[年년]\s?\d{{1,2}}\s?[月월](?:\s?\d{{1,2}}\s?[日일])?{_EAST}?"
     r"|(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:t?\d{4,6}(?:\.\d+)?z?)?)"
 )
 _TIME = (
-    rf"{_DAY},?\s+{_MONTH}\s+\d{{1,2}},?\s+{_CLOCK}\s+\d{{4}}"
-    rf"|(?:{_DAY},?\s+)?{_DATE}(?:{_EAST})?(?:(?:t|_|:|,?\s+(?:at\s+|à\s+|um\s+)?){_CLOCK})?(?:,?\s+\(?{_DAY}\)?)?"
-    rf"|(?:{_DAY},?\s+(?:at\s+)?)?{_CLOCK}(?:,?\s+(?:on\s+)?(?:{_DAY},?\s+)?{_DATE})?"
+    rf"{_DAY},?{_GAP}{_MONTH}{_GAP}\d{{1,2}},?{_GAP}{_CLOCK}{_GAP}\d{{4}}"
+    rf"|(?:{_DAY},?{_GAP})?{_DATE}(?:{_EAST})?(?:(?:t|_|:|,?{_GAP}(?:at{_GAP}|à{_GAP}|um{_GAP})?){_CLOCK})?(?:,?{_GAP}\(?{_DAY}\)?)?"
+    rf"|(?:{_DAY},?{_GAP}(?:at{_GAP})?)?{_CLOCK}(?:,?{_GAP}(?:on{_GAP})?(?:{_DAY},?{_GAP})?{_DATE})?"
     r"|1\d{9}(?:\.\d{1,9})?|1\d{12}(?:\.\d{1,6})?|1\d{15}|1\d{18}"
-    r"|\d+\s?(?:ms|milliseconds?|s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?|weeks?)\s+ago"
+    r"|\d+\s?(?:ms|milliseconds?|s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?|weeks?)\s{1,9}ago"
 )
 _WEAK = r"(?:19|20)\d{2}|(?:mon|tues|wednes|thurs|fri|satur|sun)day|(?:星期|周)[一二三四五六日天]"
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
@@ -216,6 +281,11 @@ def _dated(one: str, other: str) -> bool:
     return (one[: left.start()], one[left.end() :]) == (other[: right.start()], other[right.end() :])
 
 
+def _in_front(word: re.Match[str], at: int) -> str:
+    """The last characters in front of ``at``."""
+    return word.string[max(0, at - SEEN) : at]
+
+
 def _folders(one: str, other: str) -> int:
     """Characters before the value in a path or an assignment."""
     same = common(one, other)
@@ -236,14 +306,14 @@ def _is_id(left: re.Match[str], right: re.Match[str]) -> bool:
     if cut is not None:
         kept = len(ones) - cut.start()
         ones, others = ones[:-kept], others[:-kept]
-    before = left.string[: left.start() + begin]
+    before = _in_front(left, left.start() + begin)
     if _TEMPORARY.fullmatch(ones) and _TEMPORARY.fullmatch(others):
         return True
     if ones.isdecimal() and others.isdecimal():
         if min(len(ones), len(others)) >= 7:
             return True
-        return _COUNTER.search(before[-48:]) is not None or _LEFT.match(left.string, left.end()) is not None
-    if len(one) == len(other) >= 4 and _KEY.search(left.string[: left.start()][-24:]) is not None:
+        return _COUNTER.search(before) is not None or _LEFT.match(left.string, left.end()) is not None
+    if len(one) == len(other) >= 4 and _KEY.search(_in_front(left, left.start())) is not None:
         return True
     return _both_random(ones, others)
 

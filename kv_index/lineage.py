@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kv_index.causes import Cause, Difference, common, difference
+from kv_index.causes import Cause, Difference, Effort, common, difference
 from kv_index.heads import Break, broken_at, heads
 from kv_index.outlines import Message, Outline, Part, Piece, Place, weight
 
 ALIKE = 0.25
 """Conversations are one if more than this share of the shorter one is in the other, too."""
+SAYING = 8
+"""Texts of a message that may say that it is a summary."""
 SHORTER = 0.7
 """A history is much shorter if less than this share of it is left."""
 
@@ -46,25 +48,29 @@ _SAME_PROMPT = (Cause.TIME, Cause.ID, Cause.TOOLS_REORDERED, Cause.WHITESPACE)
 """Causes for which the rest is equal: the prompt was meant to be the same."""
 
 
-def compare(before: Outline, after: Outline) -> Lineage:
-    """What ``after`` is to ``before``, the previous prompt of its session."""
+def compare(before: Outline, after: Outline, effort: Effort | None = None) -> Lineage:
+    """What ``after`` is to ``before``, the previous prompt of its session; ``effort``: what that may cost."""
+    effort = effort or Effort()
     if before.text is not None or after.text is not None:
-        return _texts(before, after)
-    found = next(heads(before, after), None)
+        return _texts(before, after, effort)
+    found = next(heads(before, after, effort), None)
     if found is None:
-        return _history(before, after)
-    if found.cause in _SAME_PROMPT or _continues(before, after):
+        return _history(before, after, effort)
+    if found.cause in _SAME_PROMPT or _continues(before, after, effort):
         return Lineage(Relation.BROKEN, found)
     return _BRANCH
 
 
-def between(before: Outline, after: Outline) -> Break | None:
+def between(before: Outline, after: Outline, effort: Effort | None = None) -> Break | None:
     """What keeps the starts of two sessions from being shared: parameters, tools, system prompt.
 
     ``None`` if they are equal, or those of different applications: if anything differs but times, ids, order and whitespace.
+    ``effort``: what that may cost.
     """
     first = None
-    for found in heads(before, after):
+    effort = effort or Effort()
+    effort.explained = 0
+    for found in heads(before, after, effort):
         if found.cause not in _SAME_PROMPT:
             return None
         first = first or found
@@ -74,7 +80,7 @@ def between(before: Outline, after: Outline) -> Break | None:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _history(before: Outline, after: Outline) -> Lineage:
+def _history(before: Outline, after: Outline, effort: Effort) -> Lineage:
     ones, others = before.messages, after.messages
     at = 0
     while at < len(ones) and at < len(others):
@@ -86,7 +92,7 @@ def _history(before: Outline, after: Outline) -> Lineage:
     if at == len(others):
         return _RETRY
     asked = all(message.role != "assistant" for message in others[at:])
-    told = _in_message(before, after, at) if not asked else None
+    told = _in_message(before, after, at, effort) if not asked else None
     if told is not None:
         return told
     cause = _rewritten(ones, others, at, asked)
@@ -123,7 +129,7 @@ def _first_piece(before: Outline, after: Outline, at: int) -> tuple[Part, str, s
     return more.part, more.text if longer is ones else "", more.text if longer is others else ""
 
 
-def _in_message(before: Outline, after: Outline, at: int) -> Lineage | None:
+def _in_message(before: Outline, after: Outline, at: int, effort: Effort) -> Lineage | None:
     """The break, if the message is the same but for its thinking, times, ids or whitespace."""
     one, other = before.messages[at], after.messages[at]
     if one.role != other.role:
@@ -145,9 +151,11 @@ def _in_message(before: Outline, after: Outline, at: int) -> Lineage | None:
         return None
     found: tuple[Part, Difference, tuple[str, str]] | None = None
     for left, right in zip(ones, others, strict=True):
-        told = difference(left.text, right.text)
+        told = difference(left.text, right.text, effort)
         if told is None:
             continue
+        if found is not None and effort.enough:
+            break
         if told.cause is None or left.part is Part.MEDIA:
             return None
         found = found or (left.part, told, (left.text, right.text))
@@ -165,8 +173,9 @@ _SUMMARY = re.compile(
 
 def _summarises(message: Message, instead: Message) -> bool:
     """Whether it says, in what the one that it stands instead of does not say, that it stands for others."""
-    new = [piece for piece in message.pieces if piece not in instead.pieces]
-    return any(piece.part is Part.TEXT and _SUMMARY.search(piece.text, 0, 4096) for piece in new)
+    known = set(instead.pieces)
+    new = [piece.text for piece in message.pieces if piece.part is Part.TEXT and piece not in known]
+    return any(_SUMMARY.search(text, 0, 4096) for text in new[:SAYING])
 
 
 def _kept(ones: Sequence[Message], others: Sequence[Message]) -> tuple[int, int]:
@@ -213,7 +222,7 @@ def _overlaps(ones: Sequence[Message], others: Sequence[Message]) -> bool:
     return alike > ALIKE * min(sum([each.weight for each in messages]) for messages in (ones, others))
 
 
-def _continues(before: Outline, after: Outline) -> bool:
+def _continues(before: Outline, after: Outline, effort: Effort) -> bool:
     """Whether both are of one conversation, whatever stands in front of it."""
     ones, others = before.messages, after.messages
     if not ones or not others:
@@ -222,7 +231,8 @@ def _continues(before: Outline, after: Outline) -> bool:
     if one.key == other.key or _overlaps(ones, others):
         return True
     if one.role == other.role and len(one.pieces) == len(other.pieces):
-        told = [difference(left.text, right.text) for left, right in zip(one.pieces, other.pieces, strict=True)]
+        pieces = zip(one.pieces, other.pieces, strict=True)
+        told = (difference(left.text, right.text, effort) for left, right in pieces if left != right)
         if all(each is None or each.cause is not None for each in told):
             return True
     return len(ones) > 2 and _summarises(other, one)
@@ -231,7 +241,7 @@ def _continues(before: Outline, after: Outline) -> bool:
 # -- prompts that are one text ----------------------------------------------------------------------------------------
 
 
-def _texts(before: Outline, after: Outline) -> Lineage:
+def _texts(before: Outline, after: Outline, effort: Effort) -> Lineage:
     one, other = before.text, after.text
     if one is None or other is None:
         return _BRANCH
@@ -243,7 +253,7 @@ def _texts(before: Outline, after: Outline) -> Lineage:
     begin = one.rfind("\n", 0, at) + 1
     ends = [text.find("\n", at) for text in (one, other)]
     lines = [text[begin:] if end < 0 else text[begin:end] for text, end in zip((one, other), ends, strict=True)]
-    told = difference(lines[0], lines[1])
+    told = difference(lines[0], lines[1], effort)
     follows = ends[0] >= 0 and ends[1] >= 0 and other.startswith(one[ends[0] : ends[0] + 512], ends[1])
     cause = told.cause if told is not None else None
     if cause is None or not (follows or ends[0] < 0):

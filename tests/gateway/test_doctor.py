@@ -458,10 +458,10 @@ async def test_the_task_examines_and_goes_on_after_a_defect(caplog: pytest.LogCa
     for session in (1, 2):
         first, second = two()
         doctor.seen(first._replace(session=session))
-        while doctor._queue:
+        while doctor.report()["waiting"]:
             await asyncio.sleep(0.001)
         doctor.seen(second._replace(session=session))
-        while doctor._queue:
+        while doctor.report()["waiting"]:
             await asyncio.sleep(0.001)
     assert not task.done()
     task.cancel()
