@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import time
 from typing import Any, Protocol
@@ -51,6 +51,10 @@ class Kept(msgspec.Struct, omit_defaults=True):
     partner: str | None = None
     why: str = ""
     parent: str | None = None
+    inner: bool = False
+    root: str | None = None
+    pins: list[tuple[str, str]] = []
+    """Stored responses and conversations of it, and the workers that have them."""
     told: list[str] = []
     turns: int = 0
     prompt_bytes: int = 0
@@ -247,6 +251,8 @@ class Keeper:
         self.unsaved: str | None = None
         """Why the last round failed; ``None`` if it did not."""
         self.restored = 0
+        self.pin: Callable[[str, str, str, bytes], None] = lambda tenant, name, worker, session: None
+        """Told which worker has a stored response of a session."""
 
     def __len__(self) -> int:
         return len(self._changed)
@@ -328,6 +334,9 @@ class Keeper:
                 self._name(session.partner),
                 session.why,
                 None if session.parent is None else session.parent.hex(),
+                session.inner,
+                None if session.root is None else session.root.hex(),
+                list(session.pins),
                 list(session.told or ()),
                 session.turns,
                 session.prompt_bytes,
@@ -357,12 +366,16 @@ class Keeper:
                 key = bytes.fromhex(each.key)
                 parent = None if each.parent is None else bytes.fromhex(each.parent)
                 session = Session(key, each.source, each.tenant, each.model, xxh3_64_intdigest(key), parent=parent)
+                session.root = None if each.root is None else bytes.fromhex(each.root)
                 session.ends = [bytes.fromhex(end) for end in each.ends]
                 session.asked = [bytes.fromhex(end) for end in each.asked]
                 session.last = bytes.fromhex(each.last)
             except ValueError:
                 continue
-            session.turns, session.why = each.turns, each.why
+            session.turns, session.why, session.inner = each.turns, each.why, each.inner
+            session.pins = tuple(each.pins)
+            for name, worker in session.pins:
+                self.pin(session.tenant, name, worker, key)
             session.prompt_bytes, session.prompt_tokens = each.prompt_bytes, each.prompt_tokens
             session.tail_tokens = each.tail_tokens
             session.told = dict.fromkeys(each.told, 0) or None

@@ -79,8 +79,8 @@ class Own:
         if value is None:
             return []
         carried = gateway.sessions.sticky.open(tenant.seed, value)
-        key = carried.key if carried is not None else None
-        if key is None and len(value) == 32:
+        key = None
+        if carried is None and len(value) == 32:
             try:
                 key = bytes.fromhex(value.decode("ascii", "replace"))
             except ValueError:

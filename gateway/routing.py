@@ -209,6 +209,9 @@ class Routing:
     def pin(self, tenant: Tenant, name: str, worker: str, session: Session | None) -> None:
         """``worker`` alone has the state that goes by ``name``."""
         self.pins.put(tenant.name, name, worker, None if session is None else session.key)
+        if session is not None:
+            others = [each for each in session.pins if each[0] != name]
+            session.pins = (*others[1 - KEPT :], (name, worker))
 
     def _session_of(self, tenant: Tenant, name: str, model: Model, now: float, dry: bool) -> Session | None:
         """The session of the response that a request goes on from."""

@@ -137,6 +137,7 @@ class Running:
         if store is not None:
             self.keeper = Keeper(store, self.sessions, self.fleet)
             self.sessions.turned = self.keeper.used
+            self.keeper.pin = self.gateway.routing.pins.put
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)

@@ -48,6 +48,11 @@ class Session:
     partner: int | None = None
     """target id of the prefill engine, where its home is a pair."""
     parent: bytes | None = None
+    root: bytes | None = None
+    """What its tokens carry; `_key` makes its key of that and its model, so that one token serves for several models and
+    gateways. ``None`` where it is named otherwise."""
+    pins: tuple[tuple[str, str], ...] = ()
+    """(name, worker) of the latest of its stored responses and conversations."""
     inner: bool = False
     """It goes by its parent's name, and ends with it."""
     pages: Pages = EMPTY
@@ -149,16 +154,11 @@ class Sessions:
     def find(self, found: Found, tenant: str, model: str, now: float, dry: bool = False) -> Session:
         """The session of that name, made if it is new. ``dry``: nothing is stored or touched."""
         key, parent = keys_of(found, tenant, model)
-        session = None
-        if found.carried is not None:
-            # A token names the session itself, and to another model, or after a restart, another one of its own.
-            session = self.get(found.carried.key)
-            if session is not None and (session.tenant != tenant or session.model != model):
-                session = None
-        session = session or self.get(key)
+        session = self.get(key)
         if session is None:
             session = Session(key, found.source, tenant, model, xxh3_64_intdigest(key), parent=parent)
             session.inner = bool(found.child)
+            session.root = None if found.carried is None else found.carried.key
             if not dry:
                 self._add(session)
             if parent is not None and (mother := self.get(parent)) is not None:
@@ -185,17 +185,15 @@ class Sessions:
         session = self.ends.find(prompt, scope)
         if session is None:
             # A dry run sees the very session that the next request would make, and leaves it to be made.
-            key = self._new_key(scope)
-            session = Session(key, "content", tenant, model, xxh3_64_intdigest(key))
+            root = xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
+            key = _key(tenant, model, b"sticky", root)
+            session = Session(key, "content", tenant, model, xxh3_64_intdigest(key), root=root)
             if not dry:
                 self._made += 1
                 self._add(session)
         if not dry:
             self.touch(session, now)
         return session
-
-    def _new_key(self, scope: int) -> bytes:
-        return xxh3_128_digest(b"%d %d" % (scope, self._made), self._secret)
 
     def remember_content(self, session: Session, said: tuple[bytes, bool]) -> None:
         """Make ``session`` findable by what it said so far; one that was forgotten meanwhile stays so."""
@@ -213,7 +211,7 @@ class Sessions:
     def token(self, session: Session, seed: int, home: int) -> bytes:
         """The token that names ``session`` to its client, and its home; ``seed`` and ``home``: of tenant and target."""
         if session._token is None or session._token_home != home:
-            session._token, session._token_home = self.sticky.seal(seed, session.key, home), home
+            session._token, session._token_home = self.sticky.seal(seed, session.root or session.key, home), home
         return session._token
 
     def _bound(self) -> None:
@@ -322,10 +320,12 @@ class Sessions:
         return True
 
     def end(self, session: Session) -> None:
-        """Forget one session with its sub-agents that go by its name."""
+        """Forget one session with its sub-agents that go by its name; one that was forgotten before had its own."""
         left = [session]
         while left:
             each = left.pop()
+            if each.gone:
+                continue
             left += [child for child in self.children(each) if child.inner]
             self.drop(each)
 

@@ -24,7 +24,7 @@ class Carried(NamedTuple):
     """What a token says."""
 
     key: bytes
-    """16 bytes: the session's key."""
+    """16 bytes: what names the session, whatever its model."""
     home: int
     """Seed of the home's name; 0: none."""
 
