@@ -18,7 +18,7 @@ from load_tests.engine import Engine
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import Raw, chat, request, settled, tell, until
 
-SECONDS = 4.0
+SECONDS = 3.0
 MODELS = ("sim", "rare")
 
 
