@@ -22,10 +22,10 @@ def address(running: Running) -> str:
     return f"http://127.0.0.1:{running.port}"
 
 
-async def converse(client: Client, name: str, turns: int) -> list[Answer]:
+async def converse(client: Client, name: str, turns: int, system: str | None = None) -> list[Answer]:
     """One session: each turn repeats what was said and adds a message."""
     random = Random(name)
-    messages = [{"role": "system", "content": f"You are {name}. " + words(random, 120)}]
+    messages = [{"role": "system", "content": system or f"You are {name}. " + words(random, 120)}]
     answers = []
     for _ in range(turns):
         messages.append({"role": "user", "content": words(random, 60)})
@@ -68,6 +68,23 @@ async def test_sessions_return_home_and_spread(running: Running) -> None:
             assert answer.cached_tokens is not None
             assert answer.cached_tokens >= 0.9 * before.prompt_tokens
     assert len(set(homes)) == 2
+
+
+async def test_sessions_under_one_system_prompt_keep_their_own_slots(running: Running) -> None:
+    """To the server all slots look alike: it is told which one is whose."""
+    system = "You are one of many. " + words(Random("one"), 600)
+    async with Client(address(running), MODEL) as client:
+        names = [f"slot-{number}" for number in range(2 * SLOTS)]
+        sessions = await asyncio.gather(*[converse(client, name, 5, system) for name in names])
+    for answers in sessions:
+        assert len({answer.worker for answer in answers}) == 1
+        for before, answer in pairwise(answers):
+            assert before.prompt_tokens is not None
+            assert answer.cached_tokens is not None
+            assert answer.cached_tokens >= 0.98 * before.prompt_tokens
+    for target in running.fleet.targets.values():
+        assert target.slots is not None
+        assert (target.slots.count, target.slots.busy) == (SLOTS, 0)
 
 
 async def test_cached_tokens_are_counted_to_the_token(running: Running) -> None:
