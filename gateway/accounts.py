@@ -76,6 +76,12 @@ class Accounts:
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
         """An exchange is over, whatever the outcome."""
+        try:
+            self._ended(exchange, outcome, usage, streaming)
+        finally:
+            self._give_back(exchange.ask)
+
+    def _ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
         gateway = self.gateway
         ask, target = exchange.ask, exchange.target
         seconds = gateway.clock() - exchange.started
@@ -194,24 +200,36 @@ class Accounts:
         session = ask.session
         if doctor is None or session is None or exchange.status >= 300 or ask.model is None:
             return
+        body = exchange.incoming.body
         # What goes on from state of an engine's says a part of its prompt only.
-        if reading.previous is None and reading.opened is None and doctor.wants(session.hash):
-            ask.body = exchange.incoming.body
+        if reading.previous is None and reading.opened is None and doctor.wants(session.hash, len(body)):
+            doctor.begun(len(body))
+            ask.body = body
+
+    def _give_back(self, ask: Ask) -> bytes | None:
+        """The body that was held for the doctor, which is not any more."""
+        body, ask.body = ask.body, None
+        if body is not None and self.gateway.doctor is not None:
+            self.gateway.doctor.over(len(body))
+        return body
 
     def _examine(self, ask: Ask, exchange: Exchange, usage: Usage | None) -> None:
         """Give the doctor what it wanted."""
         gateway = self.gateway
         assert gateway.doctor is not None
-        assert ask.body is not None
         assert ask.session is not None
         assert ask.model is not None
+        body = self._give_back(ask)
+        if body is None or ask.session.gone:
+            # What is kept of a session ended with it.
+            return
         gateway.doctor.seen(
             Note(
                 ask.tenant.name,
                 ask.model.label,
                 ask.session.hash,
                 exchange.route.kind,
-                ask.body,
+                body,
                 ask.model.thinking,
                 None if usage is None else usage.prompt,
                 None if usage is None else usage.cached,
@@ -221,7 +239,6 @@ class Accounts:
                 gateway.clock(),
             )
         )
-        ask.body = None
 
 
 def _turn(turn: int) -> str:

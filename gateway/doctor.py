@@ -82,6 +82,7 @@ class Doctor:
         self.share = share
         """Of the sessions that are sampled now."""
         self._bodies = 0
+        self._held_back = 0
         self.findings = Findings(examples)
         self.skipped: Counter[str] = Counter()
         """Prompts that were not examined, by reason."""
@@ -101,14 +102,38 @@ class Doctor:
 
     @property
     def held(self) -> int:
-        """Bytes of bodies that are kept, with some for each session and each start."""
-        return self._bodies + self._starts.size
+        """Bytes of bodies that are kept or held by requests, with some for each session and each start."""
+        return self._bodies + self._starts.size + self._held_back
 
     # -- while requests run -------------------------------------------------------------------------------------------
 
-    def wants(self, session: int) -> bool:
-        """Whether a body of that session is worth holding until the request ends."""
-        return session < self._bar
+    def wants(self, session: int, size: int) -> bool:
+        """Whether a body of that session, of so many bytes, is to be held until its request ends: `begun`, then `over`.
+
+        One that is not held leaves nothing of its session: what comes next does not follow what was kept.
+        """
+        if session >= self._bar:
+            return False
+        if 0 < size <= LARGEST and self.held + size <= self.memory:
+            return True
+        reason = "too large" if size > LARGEST else "memory" if size else "not held"
+        self.skipped[reason] += 1
+        kept = self._kept.get(session)
+        if kept is not None and kept.waiting is not None:
+            self._skip(reason, kept.waiting)
+        self._drop(session)
+        if reason == "memory" and 2 * self._bodies > self.memory:
+            # It is what is kept that fills it, not what runs.
+            self._sample_less()
+        return False
+
+    def begun(self, size: int) -> None:
+        """A request holds a body of so many bytes, until it is `over`."""
+        self._held_back += size
+
+    def over(self, size: int) -> None:
+        """It holds it no more."""
+        self._held_back -= size
 
     def seen(self, note: Note) -> None:
         """A request ended. Stores a reference; never raises."""
@@ -172,15 +197,18 @@ class Doctor:
 
     def _halve(self) -> None:
         """Sample fewer sessions until what is kept fits."""
-        self._calm = None
         while self.held > self.memory and self._kept:
-            self.share /= 2
-            self._bar = int(self.share * _ALL)
-            for session in [session for session in self._kept if session >= self._bar]:
-                kept = self._kept[session]
-                if kept.waiting is not None:
-                    self._skip("not sampled", kept.waiting)
-                self._drop(session)
+            self._sample_less()
+
+    def _sample_less(self) -> None:
+        self._calm = None
+        self.share /= 2
+        self._bar = int(self.share * _ALL)
+        for session in [session for session in self._kept if session >= self._bar]:
+            kept = self._kept[session]
+            if kept.waiting is not None:
+                self._skip("not sampled", kept.waiting)
+            self._drop(session)
 
     def _adapt(self) -> None:
         """Sample more of them again when little was kept for a while."""

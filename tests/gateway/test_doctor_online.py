@@ -7,9 +7,11 @@ from typing import Any
 
 from gateway.config import Config, TenantConfig
 from gateway.config_reader import Secret
+from gateway.doctor import LARGEST
 from gateway.run import Running
+from gateway.sessions import Session
 from tests.gateway.conftest import Begin, StartEngine
-from tests.gateway.talk import admin, chat, once, request, tell, until
+from tests.gateway.talk import Raw, admin, chat, once, request, tell, until
 
 RULES = "You are an agent. Follow the rules of the house and be brief. " * 40
 
@@ -170,3 +172,65 @@ async def test_canonical_prompts_are_told_and_heal_what_they_can(gateway: Begin,
     assert findings.keys() == {"plain"}
     assert findings["plain"]["cause"] == "tools_reordered"
     assert findings["plain"]["canonical_gain_tokens"] > 0
+
+
+def small(config: Config) -> None:
+    quick(config)
+    config.doctor.memory = 1_000_000
+
+
+async def streams(running: Running, count: int, size: int) -> list[Raw]:
+    """So many that have begun, each with a body of that many bytes."""
+    clients = []
+    for number in range(count):
+        client = await Raw.connect(running.port)
+        body = chat(junk="x" * size, max_tokens=5000, ignore_eos=True, stream=True)
+        await client.send(request(body, f"x-session-id: s{number}"))
+        await client.reader.readuntil(b"\r\n\r\n")
+        clients.append(client)
+    return clients
+
+
+async def test_bodies_of_streams_are_held_within_the_memory_that_was_given(gateway: Begin, engine: StartEngine) -> None:
+    at = await engine(time_scale=1.0, max_running=100)
+    running = await gateway(at, policy="cache_aware", change=small)
+    doctor = running.gateway.doctor
+    assert doctor is not None
+    large = await streams(running, 2, LARGEST)
+    assert doctor.held == 0
+    clients = large + await streams(running, 12, 200_000)
+    held = [len(exchange.ask.body) for exchange in running.gateway.exchanges if exchange.ask.body is not None]
+    assert sum(held) == doctor.held and 600_000 < doctor.held <= 1_000_000
+    assert doctor.skipped["memory"] == 12 - len(held) and doctor.skipped["too large"] == 2
+    for client in clients:
+        client.vanish()
+    await until(lambda: not running.gateway.exchanges)
+    for session in list(running.sessions.all()):
+        running.sessions.drop(session)
+    assert doctor.held <= 1_000_000 and doctor._held_back == 0
+
+
+async def test_a_body_is_given_back_however_its_request_ends(gateway: Begin, engine: StartEngine) -> None:
+    running = await gateway(await engine(time_scale=1.0), policy="cache_aware", change=small)
+    doctor = running.gateway.doctor
+    assert doctor is not None
+    assert (await once(running.port, request(chat(max_tokens=1), "x-session-id: a"))).status == 200
+    (client,) = await streams(running, 1, 1000)
+    assert doctor._held_back > 1000
+    session = running.sessions.named(b"s0", "anonymous", "sim")
+    assert session is not None
+    running.sessions.drop(session)
+    client.vanish()
+    await until(lambda: doctor._held_back == 0)
+    # Nothing is kept of a session that ended meanwhile.
+    assert session.hash not in doctor._kept
+
+    def fails(session: Session, now: float) -> None:
+        raise RuntimeError("a defect")
+
+    running.sessions.turned = fails
+    assert (await once(running.port, request(chat(max_tokens=1), "x-session-id: b"))).status == 200
+    await until(lambda: running.gateway.defects == 1)
+    assert doctor._held_back == 0
+    running.sessions.turned = None
+    running.gateway.defects = 0
