@@ -52,7 +52,8 @@ class Model:
         self.space = self.name.encode("utf-8", "surrogatepass")
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Of a request that does not run."""
     return False
 
 
@@ -161,7 +162,7 @@ class Ask:
         """Tokens of the session's previous prompt with what was generated; ``None``: not known, or there is none."""
         self.shared: int | None = None
         """Leading tokens that it shares with that; ``None``: it extends it."""
-        self.over: Callable[[], bool] = _never
+        self.over: Callable[[], bool] = never
         """Whether all of its answer's content has come."""
         self.asked = False
         """Whether it was sent to anybody yet."""

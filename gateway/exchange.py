@@ -18,7 +18,7 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING
 
-from gateway.asks import Ask
+from gateway.asks import Ask, never
 from gateway.dialects import Dialect, Reading, Route, broken
 from gateway.dialects.openai import error_in
 from gateway.errors import (
@@ -809,6 +809,8 @@ class Exchange:
             return
         streaming = self.phase == RELAYING
         self.phase = ENDED
+        # Each would keep the other until garbage is collected.
+        self.ask.over = never
         self.gateway.exchanges.discard(self)
         if not streaming:
             # Whatever was committed for it did not come to an answer.

@@ -125,8 +125,10 @@ class Roots:
     def saw(self, ask: Ask, prompt: Prompt, path: bytes, body: bytes, salt: str | None, now: float) -> None:
         """A new session begins with ``prompt``, asked by ``body`` on ``path``. ``salt``: what the gateway keeps the tenant's
         cache apart with."""
+        if len(prompt.text) < LEAST or ask.model is None:
+            return
         size = prompt.lead
-        if size < LEAST or ask.model is None:
+        if size < LEAST:
             return
         key = xxh3_128_digest(ask.namespace + memoryview(prompt.text)[:size])
         root = self._roots.get(key)

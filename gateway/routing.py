@@ -505,8 +505,7 @@ class Routing:
             computes.inflow.add(max(0, usage.prompt - cached), now)
             target.inflow.add(usage.completion or 0, now)
             if session is not None:
-                session.hits.append((usage.prompt, usage.cached))
-                del session.hits[:-KEPT]
+                session.hits = (*session.hits[1 - KEPT :], (usage.prompt, usage.cached))
         if usage is not None and usage.cached is not None and ask.predicted is not None and usage.prompt:
             self.holdings.report(ask, computes, ask.predicted, usage.cached, usage.prompt, now)
         if usage is not None and usage.prompt and size >= TEXT_PAGE and ask.ids is None:

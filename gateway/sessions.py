@@ -83,7 +83,7 @@ class Session:
     """The latest of them."""
     why: str = ""
     """Why its home is where it is: the reason of the choice that bound it."""
-    hits: list[tuple[int, int | None]] = field(default_factory=list)
+    hits: tuple[tuple[int, int | None], ...] = ()
     """(prompt tokens, cached tokens) of its last `KEPT` turns, as the engine reported."""
     told: dict[str, int] | None = None
     """Workers that keep a reference of it until they are told that it ended -> its requests that run there."""
