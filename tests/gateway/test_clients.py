@@ -29,7 +29,7 @@ ENGINES, SESSIONS, TURNS = 4, 32, 10
 EVEN = 1.3
 """Most sessions at home on one engine, over the mean."""
 HICCUPS = 1
-"""Turns of 288 that may leave home: on a machine that does something else for a while, waiting there may cost more than moving."""
+"""Turns of 288 that may leave home: where the machine does something else for a while, waiting may cost more than moving."""
 SYSTEM = "You are a coding agent. Read before you write, and run the tests. " * 24
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 CHAT_TOOLS = [{"type": "function", "function": {"name": "read_file", "parameters": PARAMETERS}}]
