@@ -33,6 +33,11 @@ class Pins:
         names.move_to_end(name)
         return found
 
+    def others(self, tenant: str, name: str) -> bool:
+        """Whether it is another tenant's, and not this one's too."""
+        found = [each for each, names in self._of.items() if name in names]
+        return bool(found) and tenant not in found
+
     def names(self) -> list[str]:
         """All of them."""
         return [name for names in self._of.values() for name in names]

@@ -183,6 +183,9 @@ class Routing:
             return None
         worker_id, _ = self.pins.find(ask.tenant.name, previous)
         if worker_id is None:
+            if reading.previous is not None and self.pins.others(ask.tenant.name, previous):
+                # By chance it could reach the worker that has it.
+                raise NotFound(f"no response {reading.previous!r} is known here", param="previous_response_id")
             return None
         worker = self.fleet.workers.get(worker_id)
         home = ask.request.home

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MOST_SYMBOLS = 512 * 1024 * 1024
 """Bytes of symbols that all sessions together keep: of prompts, 32 times as much."""
 
+SWEPT = 5000
+"""Sessions that are forgotten in one sweep."""
 KEPT = 8
 """Turns of a session whose hits are remembered."""
 
@@ -275,7 +277,8 @@ class Sessions:
     def sweep(self, now: float) -> None:
         """Forget sessions that were idle for too long; the oldest stand first."""
         until = now - self.idle
-        while len(self):
+        # As many as were made in a busy half second, not all that a night left.
+        for _ in range(min(len(self), SWEPT)):
             oldest = self._oldest()
             if oldest.used > until:
                 break

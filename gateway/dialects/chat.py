@@ -215,7 +215,9 @@ def _content(parts: list[bytes | Raw], content: list[Part]) -> None:
 
 
 def responses_prompt(request: Responses) -> Prompt:
-    """Tools, instructions, then the input items as they are: clients resend them verbatim."""
+    """Tools, instructions, then the input: messages by role and text, in whichever form they come; other items as they are,
+    for clients resend those verbatim.
+    """
     parts: list[bytes | Raw] = []
     if not isinstance(request.tools, UnsetType):
         parts += (b"\x00\x01", request.tools)
@@ -229,8 +231,8 @@ def responses_prompt(request: Responses) -> Prompt:
     else:
         shared = True
         for item in request.input or []:
-            parts += (b"\x00\x02", item)
-            shared = shared and _item_role(item) in ("system", "developer")
+            role = _said(parts, item)
+            shared = shared and role in ("system", "developer")
             if not shared:
                 ends.append(len(parts))
     return Prompt(parts, ends, asks=True, messages=1 if parts else 0, lead=(0, lead))
@@ -240,16 +242,41 @@ class _Item(msgspec.Struct):
     role: str | None = None
     type: str | None = None
     name: str | None = None
+    content: Field = UNSET
 
 
 _item = msgspec.json.Decoder(_Item)
 
 
-def _item_role(item: Raw) -> str | None:
+class _Piece(msgspec.Struct):
+    type: str | None = None
+    text: str | None = None
+
+
+_content_of = msgspec.json.Decoder(str | list[_Piece])
+_TEXTS = ("input_text", "output_text", "text")
+
+
+def _said(parts: list[bytes | Raw], item: Raw) -> str | None:
+    """Add what an item says to a prompt's parts; its role, if it has one."""
     try:
-        return _item.decode(item).role
+        found = _item.decode(item)
     except (msgspec.DecodeError, RecursionError):
+        parts += (b"\x00\x02", item)
         return None
+    role = found.role
+    if role is not None and found.type in (None, "message") and not isinstance(found.content, UnsetType):
+        try:
+            content = _content_of.decode(found.content)
+        except (msgspec.DecodeError, RecursionError):
+            content = []
+        texts = [content] if isinstance(content, str) else [each.text for each in content if each.type in _TEXTS]
+        if texts and (isinstance(content, str) or len(texts) == len(content)) and None not in texts:
+            parts.append(_ROLES.get(role) or _role(role))
+            parts += [encode(text) for text in texts if text is not None]
+            return role
+    parts += (b"\x00\x02", item)
+    return role
 
 
 def completion_prompt(prompt: Field) -> Prompt:

@@ -56,17 +56,6 @@ async def test_what_goes_on_from_a_response_belongs_to_its_session(gateway: Begi
     assert session.turns == 5
 
 
-async def test_a_response_of_another_tenant_joins_nothing(gateway: Begin, engine: StartEngine) -> None:
-    def change(config: Config) -> None:
-        config.tenants = [TenantConfig("a", [Secret("key-a")]), TenantConfig("b", [Secret("key-b")])]
-
-    running = await gateway(*[await engine() for _ in range(2)], policy="cache_aware", change=change)
-    first = await respond(running, "authorization: Bearer key-a")
-    other = await respond(running, "authorization: Bearer key-b", previous_response_id=first.json()["id"])
-    assert other.one("x-warmroute-session-source") == "content"
-    assert len(running.sessions) == 2
-
-
 async def test_names_of_conversations_are_bounded(gateway: Begin, engine: StartEngine) -> None:
     running = await gateway(await engine(), policy="cache_aware")
     assert (await respond(running, conversation="c" * 5000)).status == 200
@@ -85,3 +74,19 @@ def test_a_name_in_use_is_not_crowded_out_and_no_tenant_crowds_another() -> None
     assert pins.find("a", "r0") == (None, None)
     assert pins.find("b", "r499") == ("v", b"key")
     assert len(pins) == 200
+
+
+async def test_another_tenant_s_response_is_not_known_and_never_found_by_chance(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    def change(config: Config) -> None:
+        config.tenants = [TenantConfig("a", [Secret("key-a")]), TenantConfig("b", [Secret("key-b")])]
+
+    running = await gateway(await engine(), policy="cache_aware", change=change)
+    first = await respond(running, "authorization: Bearer key-a", conversation="c")
+    name = first.json()["id"]
+    other = await respond(running, "authorization: Bearer key-b", previous_response_id=name)
+    assert other.status == 404
+    assert (await respond(running, "authorization: Bearer key-a", previous_response_id=name)).status == 200
+    # A conversation's name is its tenant's own.
+    assert (await respond(running, "authorization: Bearer key-b", conversation="c")).status == 200
