@@ -204,7 +204,7 @@ class SessionsConfig:
     state: str | None = None
     """A file that keeps the homes of sessions over a restart."""
     redis: Secret | None = None
-    """The same in Redis: redis://host:port/db."""
+    """The same in Redis, for several gateways: redis://host:port/db."""
 
 
 @dataclass(slots=True)

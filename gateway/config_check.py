@@ -10,6 +10,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from gateway.canonical import STEPS
 from gateway.config_reader import Problem
@@ -22,7 +23,15 @@ from kv_index.checkpoints import Rule
 from policies.base import BadOption, Role, UnknownPolicy, names as policy_names
 
 if TYPE_CHECKING:
-    from gateway.config import Config, Disaggregation, EventsConfig, ModelConfig, Recording, WorkerConfig
+    from gateway.config import (
+        Config,
+        Disaggregation,
+        EventsConfig,
+        ModelConfig,
+        Recording,
+        SessionsConfig,
+        WorkerConfig,
+    )
 
 NAMELESS = frozenset(
     "authorization proxy-authorization x-api-key cookie forwarded x-forwarded-for x-real-ip "
@@ -68,6 +77,8 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         wrong("doctor.memory", "must be more than 0; enabled: false examines nothing")
     if not 0 <= config.warming.starts <= 64:
         wrong("warming.starts", "must be from 0 (none) to 64")
+    if config.warming.seconds <= 0:
+        wrong("warming.seconds", "must be more than 0; starts: 0 warms nothing")
     if not 1 <= config.retries.attempts <= 10:
         wrong("retries.attempts", "must be from 1 (no retry) to 10")
     if not 0 <= config.retries.budget <= 1:
@@ -87,6 +98,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         if name not in NAMING:
             wrong("sessions.fields", f"{name!r} is not one of {', '.join(NAMING)}")
     _check_secret("sessions.token_key", config.sessions.token_key, wrong)
+    _check_stores(config.sessions, wrong)
     if config.sessions.cookie and not config.sessions.token:
         wrong("sessions.cookie", "there is no cookie without a token: set sessions.token to true, or leave cookie out")
     _check_disaggregation(config.disaggregation, wrong)
@@ -101,6 +113,21 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         if not path.startswith("/"):
             wrong("passthrough", f"{path!r} is not a path: it must begin with /")
     return found
+
+
+def _check_stores(sessions: SessionsConfig, wrong: Any) -> None:
+    if sessions.redis is None:
+        return
+    if sessions.state is not None:
+        wrong("sessions.redis", "homes are kept in one place: take sessions.state or sessions.redis out")
+    url = urlsplit(str(sessions.redis))
+    try:
+        bad = url.scheme not in ("redis", "rediss", "unix") or url.port == 0
+    except ValueError:
+        bad = True
+    if bad or not (url.path if url.scheme == "unix" else url.hostname):
+        # What it is may have a password in it.
+        wrong("sessions.redis", "is no URL of a Redis: redis://host:port/db, rediss:// for TLS, or unix:///path")
 
 
 def _check_recording(recording: Recording, wrong: Any) -> None:

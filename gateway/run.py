@@ -26,7 +26,7 @@ from gateway.fleet import Fleet
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
-from gateway.keeping import FileStore, Keeper, RedisStore, Store, Unsaved
+from gateway.keeping import Keeper
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
 from gateway.moving import Moving
@@ -38,6 +38,7 @@ from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
 from gateway.roots import Roots, Warming
 from gateway.sessions import Session, Sessions
+from gateway.stores import FileStore, RedisStore, Store, Unsaved
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Tenant, Tenants
 from gateway.workers import State, Worker, WorkerSpec
@@ -177,7 +178,7 @@ class Running:
         self.port = self._listener.sockets[0].getsockname()[1]
         await self.admin.start()
         if self.keeper is not None:
-            await self.keeper.start()
+            self.keeper.start()
         await self.probe.start()
         self.lifecycle.start()
         if self.gateway.doctor is not None:
@@ -213,7 +214,7 @@ class Running:
         await self.warming.stop()
         if gateway.opened is not None:
             await gateway.opened.stop()
-        await self.lifecycle.stop(CLOSING)
+        await self.lifecycle.stop(CLOSING, keeps=self.keeper is not None)
         if self.keeper is not None:
             await self.keeper.stop()
         await self.probe.stop()
@@ -446,9 +447,14 @@ def _doctor(config: Config, metrics: Metrics) -> Doctor | None:
 
 
 def _store(config: Config) -> Store | None:
-    """Where sessions are kept over a restart, if anywhere."""
+    """Where sessions are kept over a restart, if anywhere. Raises `ConfigError` for a URL that is none of Redis'."""
     if config.sessions.redis is not None:
-        return RedisStore(str(config.sessions.redis), config.sessions.idle)
+        try:
+            return RedisStore(str(config.sessions.redis), config.sessions.idle)
+        except ValueError:
+            # What it is may have a password in it.
+            problem = Problem(None, "sessions.redis", "is no URL of a Redis: redis://host:port/db")
+            raise ConfigError([problem]) from None
     return None if config.sessions.state is None else FileStore(config.sessions.state)
 
 

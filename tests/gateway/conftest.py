@@ -52,6 +52,8 @@ async def start_gateway(
     await running.start()
     if ready:
         await until(lambda: all(worker.state is State.READY for worker in running.fleet.workers.values()), 20)
+        keeper = running.keeper
+        await until(lambda: keeper is None or not keeper.restoring)
     return running
 
 

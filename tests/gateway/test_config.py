@@ -277,6 +277,14 @@ def test_what_is_no_size(text: str) -> None:
     assert only(f"listen: {{max_body: {text}}}").key == "listen.max_body"
 
 
+def test_homes_are_kept_in_one_place() -> None:
+    found = only("sessions: {state: /tmp/a, redis: 'redis://:secret@localhost:6379/0'}")
+    assert found.key == "sessions.redis" and "sessions.state" in found.message
+    assert only("sessions: {redis: 'amqp://:secret@localhost'}").message.count("secret") == 0
+    for url in ("redis://h", "redis://:p@h:6379/1", "rediss://u:p@h:6380", "unix:///run/redis.sock"):
+        parse(f"sessions: {{redis: '{url}'}}", {})
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -285,6 +293,11 @@ def test_what_is_no_size(text: str) -> None:
         "listen: {idle: 0}",
         "sessions: {max: 0}",
         "sessions: {idle: 0s}",
+        "warming: {seconds: 0}",
+        'sessions: {redis: "localhost:6379"}',
+        'sessions: {redis: "http://localhost:6379"}',
+        'sessions: {redis: "redis://"}',
+        'sessions: {redis: "redis://localhost:port/0"}',
         "index: {max_bytes: 0}",
         "probes: {health: 0}",
         "probes: {load: 0ms}",

@@ -19,8 +19,8 @@ import pytest
 
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Secret
-from gateway.keeping import STALE_LINES, FileStore, Kept, RedisStore
 from gateway.run import Running
+from gateway.stores import STALE_LINES, FileStore, Kept, RedisStore
 from tests.conftest import Require
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import chat, once, request, until
