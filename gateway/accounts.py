@@ -200,6 +200,9 @@ class Accounts:
         session = ask.session
         if doctor is None or session is None or exchange.status >= 300 or ask.model is None:
             return
+        if ask.new_session and doctor.behind:
+            # More begin than can be examined: this one will be looked at when it goes on.
+            return
         body = exchange.incoming.body
         # What goes on from state of an engine's says a part of its prompt only.
         if reading.previous is None and reading.opened is None and doctor.wants(session.hash, len(body)):

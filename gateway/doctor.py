@@ -25,6 +25,8 @@ log = logging.getLogger("warmroute")
 
 LARGEST = 512 * 1024
 """Bytes of a body that is examined."""
+BACKLOG = 64
+"""Prompts that wait, beyond which those of new sessions are left out."""
 SESSIONS = 10_000
 """Sessions of which the last breaks are kept, ..."""
 LAST = 4
@@ -106,6 +108,11 @@ class Doctor:
         return self._bodies + self._starts.size + self._held_back
 
     # -- while requests run -------------------------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """Whether more waits for it than it will have time for soon."""
+        return len(self._queue) > BACKLOG
 
     def wants(self, session: int, size: int) -> bool:
         """Whether a body of that session, of so many bytes, is to be held until its request ends: `begun`, then `over`.

@@ -1,9 +1,9 @@
 """The token by which a client that names no session can name one: signed, opaque, and without a store behind it.
 
 It carries the session's key and its home, so that a gateway that never saw the session sends it where its cache is: another
-replica with the same secret, or this one after a restart. The payload is enciphered with a stream made from its own tag (a
-synthetic initial vector, RFC 5297, with keyed BLAKE2b for both parts), so it shows nothing, not even that two sessions share
-a home, and cannot be made up.
+replica with the same secret, or this one after a restart. A tag of keyed BLAKE2b makes sure that it was made here, for that
+tenant. The payload is masked with a stream made from that tag and the secret (as with a synthetic initial vector, RFC 5297): it
+is a hash and a name's hash, and the mask keeps clients from reading into them, such as who shares a home.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -13,8 +13,11 @@ from hmac import compare_digest
 from struct import Struct
 from typing import NamedTuple
 
+from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
+
 _PAYLOAD = Struct("<16sQ")
 _SCOPE = Struct("<Q")
+_SEEDS = Struct("<QQ")
 _TAG = 8
 LENGTH = 43
 """Characters of a token: 32 bytes without padding."""
@@ -35,7 +38,7 @@ class Sticky:
     def __init__(self, secret: bytes) -> None:
         # Copied for each token: hashing a key costs more than hashing so little text.
         self._tagging = blake2b(key=blake2b(secret, person=b"warmroute tag").digest(), digest_size=_TAG)
-        self._streaming = blake2b(key=blake2b(secret, person=b"warmroute text").digest(), digest_size=_PAYLOAD.size)
+        self._first, self._second = _SEEDS.unpack(blake2b(secret, person=b"warmroute mask", digest_size=16).digest())
 
     def seal(self, tenant: int, key: bytes, home: int) -> bytes:
         """A token for the tenant of that seed."""
@@ -65,7 +68,5 @@ class Sticky:
         return hashed.digest()
 
     def _crypt(self, tag: bytes, text: bytes) -> bytes:
-        hashed = self._streaming.copy()
-        hashed.update(tag)
-        stream = int.from_bytes(hashed.digest(), "little")
-        return (int.from_bytes(text, "little") ^ stream).to_bytes(_PAYLOAD.size, "little")
+        mask = xxh3_128_intdigest(tag, self._first) << 64 | xxh3_64_intdigest(tag, self._second)
+        return (int.from_bytes(text, "little") ^ mask).to_bytes(_PAYLOAD.size, "little")
