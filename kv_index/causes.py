@@ -27,7 +27,7 @@ EQUAL = 8
 """... and of characters that are only read so many are one."""
 TEXT = 96
 """What a text costs beyond that."""
-ENOUGH = 16
+ENOUGH = 8
 """Values that are of one kind, after which all are believed to be, where not all can be looked at."""
 SEEN = 64
 """Characters in front of a word that tell what it is."""
