@@ -499,9 +499,11 @@ class Routing:
         if session is not None:
             session.running = max(0, session.running - 1)
             session.turns += 1
+            session.ended = now
             session.live = tuple([each for each in session.live if each is not ask])
         size = ask.size
         if model is None or size is None:
+            self._turned(session, now)
             return
         if usage is not None and usage.prompt is not None:
             cached = ask.context if usage.cached is None else usage.cached
@@ -532,12 +534,15 @@ class Routing:
         # Of the last token that was sampled nothing was computed.
         session.tail_tokens = max(0, (usage.completion or 0) - 1) if usage is not None else 0
         session.tail_target = target.id if keeps else None
-        session.ended = now
-        if self.sessions.turned is not None:
-            self.sessions.turned(session, now)
         # Of a pair only the events of the one that computed were asked for.
         told = ask.stored is not None and computes is target
         session.awaits = (ask.stored or 0) + blocks_of(usage, target) if told else 0
+        self._turned(session, now)
+
+    def _turned(self, session: Session | None, now: float) -> None:
+        """A turn ended, and all that is known of it is in its session."""
+        if session is not None and self.sessions.turned is not None:
+            self.sessions.turned(session, now)
 
     def _compare(self, ask: Ask, session: Session) -> None:
         """How far its prompt goes on from the session's previous one."""
