@@ -25,8 +25,9 @@ format: .venv/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# As many tests at a time as there are processors, four at most: most of them wait for sockets and clocks.
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 # The CPU build of torch is needed; where the configured package index lacks it, name one that has it in PIP_EXTRA_INDEX_URL.
 .venv-vllm/ready: tests/real_engines/vllm/requirements.txt

@@ -127,6 +127,9 @@ class WorkerConfig:
     """host:port at which its peers can fetch KV that it holds (vLLM's OffloadingConnector with its P2P tier)."""
     shared_store: bool | None = None
     """Whether what it computes is written to a store that its pool shares."""
+    slots: bool = False
+    """llama.cpp: name each session's slot (``id_slot``). For servers without a prompt cache in host memory: by themselves they
+    may give a session's slot to a like one, and with one they find both again."""
     retention: bool = False
     """TensorRT-LLM: whether its server takes ``kv_cache_retention_config`` with requests (the stock one does not)."""
 

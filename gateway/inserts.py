@@ -59,7 +59,7 @@ class Inserts:
         if exchange.ask.session is not None and exchange.route.generates and gateway.lifecycle is not None:
             facts = target.worker.facts
             first = None if exchange.choice is None else exchange.choice.prefill
-            if facts.refers or facts.slots is not None or first is not None or able(target.worker):
+            if facts.refers or target.slots is not None or first is not None or able(target.worker):
                 assert first is None or isinstance(first, Target)
                 members = gateway.lifecycle.members(exchange.ask, target, first)
         if not (renamed or reading.guarded or salted or fetches):

@@ -145,6 +145,8 @@ class WorkerSpec:
     """Whether what it computes is written to a store that the engines of its pool share."""
     retention: bool = False
     """Whether it takes ``kv_cache_retention_config`` (TensorRT-LLM)."""
+    slots: bool = False
+    """Whether its sessions are told which of its slots is theirs (llama.cpp)."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

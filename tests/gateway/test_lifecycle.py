@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config import Config, TenantConfig
+from gateway.config import Config, TenantConfig, WorkerConfig
 from gateway.config_reader import Secret
 from gateway.run import Running
 from gateway.slots import Slots
@@ -184,7 +184,7 @@ async def test_a_session_that_ends_while_it_runs_is_answered_to_its_end(gateway:
 async def test_sessions_of_llama_cpp_find_their_own_slot(gateway: Begin, engine: StartEngine) -> None:
     """Under one long system prompt every slot looks alike to the server."""
     server = await engine("llamacpp", max_running=4, kv_tokens=40_000)
-    running = await gateway(server, policy="cache_aware")
+    running = await gateway(WorkerConfig(server.url, slots=True), policy="cache_aware")
     system = {"role": "system", "content": "You are one of many. " * 200}
     said: dict[str, list[dict[str, Any]]] = {f"s{number}": [system] for number in range(4)}
     before: dict[str, int] = {}
@@ -388,7 +388,7 @@ async def test_a_session_is_ended_by_a_token_that_another_gateway_made(gateway: 
 async def test_a_slot_is_not_named_while_the_server_chooses_for_others(gateway: Begin, engine: StartEngine) -> None:
     """A request of no session may be in any slot: naming one could mean waiting for it beside a free one."""
     server = await engine("llamacpp", max_running=2, kv_tokens=20_000, time_scale=0.2)
-    running = await gateway(server, policy="cache_aware")
+    running = await gateway(WorkerConfig(server.url, slots=True), policy="cache_aware")
     await once(running.port, named("b"))
     (target,) = running.fleet.targets.values()
     assert target.slots is not None
