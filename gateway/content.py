@@ -79,24 +79,28 @@ class Ends:
         """``session`` said up to ``end``; ``asks``: a user's message ends it."""
         session.last = end
         # Ends of tool steps come and go; where a user had asked is where the next question may have to go on from.
-        ends = session.asked if asks else session.ends
         if not self._claim(session, end):
             return
-        ends.append(end)
+        ends = (*(session.asked if asks else session.ends), end)
         if len(ends) > ENDS:
-            self._release(session, ends.pop(0))
+            self._release(session, ends[0])
+            ends = ends[1:]
+        if asks:
+            session.asked = ends
+        else:
+            session.ends = ends
 
     def restore(self, session: Session) -> None:
         """Claim what it was found by before, behind those that were used later."""
-        for ends in (session.ends, session.asked):
-            ends[:] = [end for end in dict.fromkeys(ends[-ENDS:]) if self._claim_behind(session, end)]
+        ends, asked = session.ends, session.asked
+        session.ends = tuple([end for end in dict.fromkeys(ends[-ENDS:]) if self._claim_behind(session, end)])
+        session.asked = tuple([end for end in dict.fromkeys(asked[-ENDS:]) if self._claim_behind(session, end)])
 
     def forget(self, session: Session) -> None:
         """It is found by nothing any more."""
         for end in (*session.ends, *session.asked):
             self._release(session, end)
-        session.ends.clear()
-        session.asked.clear()
+        session.ends = session.asked = ()
 
     def _claim(self, session: Session, end: bytes) -> bool:
         """Whether that is new."""
@@ -110,7 +114,8 @@ class Ends:
             others.append(newest)
             if len(others) > SAME:
                 oldest = others.pop(0)
-                (oldest.ends if end in oldest.ends else oldest.asked).remove(end)
+                oldest.ends = tuple([each for each in oldest.ends if each != end])
+                oldest.asked = tuple([each for each in oldest.asked if each != end])
         self._newest[end] = session
         return True
 

@@ -339,8 +339,8 @@ def _session_of(each: Kept) -> Session:
     parent = None if each.parent is None else bytes.fromhex(each.parent)
     session = Session(key, each.source, each.tenant, each.model, xxh3_64_intdigest(key), parent=parent)
     session.root = None if each.root is None else bytes.fromhex(each.root)
-    session.ends = [bytes.fromhex(end) for end in each.ends]
-    session.asked = [bytes.fromhex(end) for end in each.asked]
+    session.ends = tuple([bytes.fromhex(end) for end in each.ends])
+    session.asked = tuple([bytes.fromhex(end) for end in each.asked])
     session.last = bytes.fromhex(each.last)
     session.turns, session.why, session.inner = each.turns, each.why, each.inner
     session.pins = tuple(each.pins)

@@ -408,11 +408,11 @@ class Routing:
 
     def _returned(self, ask: Ask, session: Session, now: float) -> None:
         """Learn how long its session was away, and with what."""
+        if not session.turns:
+            return
         tool = ask.reading.tool() if ask.reading.tool is not None else None
-        tool = (tool or "")[:TOOL_NAME]
-        if session.turns:
-            self.returning.came(session, tool, now)
-        session.tool = tool
+        session.tool = (tool or "")[:TOOL_NAME]
+        self.returning.came(session, session.tool, now)
 
     def _bind(self, ask: Ask, session: Session, target: Target, choice: Choice) -> None:
         before = session.home
@@ -507,8 +507,11 @@ class Routing:
             return
         if usage is not None and usage.prompt is not None:
             cached = ask.context if usage.cached is None else usage.cached
-            computes.inflow.add(max(0, usage.prompt - cached), now)
-            target.inflow.add(usage.completion or 0, now)
+            new, made = max(0, usage.prompt - cached), usage.completion or 0
+            if computes is not target:
+                computes.inflow.add(new, now)
+                new = 0
+            target.inflow.add(new + made, now)
             if session is not None:
                 session.hits = (*session.hits[1 - KEPT :], (usage.prompt, usage.cached))
         if usage is not None and usage.cached is not None and ask.predicted is not None and usage.prompt:

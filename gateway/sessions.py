@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from os import urandom
 from typing import TYPE_CHECKING
@@ -77,9 +77,9 @@ class Session:
     used: float = 0.0
     turns: int = 0
     running: int = 0
-    ends: list[bytes] = field(default_factory=list)
+    ends: tuple[bytes, ...] = ()
     """Digests by which its content is known (`gateway.content`): up to an answer or a tool's result."""
-    asked: list[bytes] = field(default_factory=list)
+    asked: tuple[bytes, ...] = ()
     """The same, up to a user's message."""
     last: bytes = b""
     """The latest of them."""

@@ -165,7 +165,7 @@ class Homes(RuleBasedStateMachine):
         session.parent = self._pick(pick).key if self.known and pick % 2 else None
         if self.known:
             other = self._pick(pick)
-            session.ends, session.asked = [*other.ends, key], [*other.asked, *other.ends, *other.asked]
+            session.ends, session.asked = (*other.ends, key), (*other.asked, *other.ends, *other.asked)
         room = len(self.store) < self.MOST and self.store.get(key) is None
         # Those that were used last are restored first, and all of them stand behind those that came meanwhile.
         used = min((each.used for each in self.store.all()), default=self.now) - 0.5
@@ -229,7 +229,7 @@ class Homes(RuleBasedStateMachine):
         assert self.store.symbol_bytes == sum(len(session.pages.symbols) for session in self.store.all())
         for session in self.known:
             if session.gone:
-                assert (session.home, session.partner, session.ends, session.asked) == (None, None, [], [])
+                assert (session.home, session.partner, session.ends, session.asked) == (None, None, (), ())
                 assert not session.pages.symbols
         assert len(self.dropped) == len({id(session) for session in self.dropped}), "each is said to be gone once"
         assert {id(session) for session in self.dropped} == {id(session) for session in self.known if session.gone}

@@ -16,7 +16,7 @@ END = b"e" * 16
 
 
 def restored(key: bytes, used: float, store: Sessions) -> Session:
-    session = Session(key * 16, "content", "t", "m", key[0], asked=[END])
+    session = Session(key * 16, "content", "t", "m", key[0], asked=(END,))
     assert store.restore(session, used)
     return session
 
