@@ -417,7 +417,7 @@ class Routing:
     def _bind(self, ask: Ask, session: Session, target: Target, choice: Choice) -> None:
         before = session.home
         session.running += 1
-        session.live = (*session.live, ask)
+        session.live = (*session.live, ask) if session.live else (ask,)
         if before is None or choice.moves_home:
             self.sessions.bind(session, target.id, choice.reason)
         first = choice.prefill
@@ -455,7 +455,7 @@ class Routing:
         session = ask.session
         if session is not None:
             session.running = max(0, session.running - 1)
-            session.live = tuple([each for each in session.live if each is not ask])
+            session.live = _without(session.live, ask)
         for place, at in (pin for pin in (ask.pin, ask.second) if pin is not None):
             self.index.undone(ask.namespace, ask.pages.symbols, at, place, ask.depth.get(at, 0), ask.committed)
         ask.pin = ask.second = None
@@ -500,7 +500,7 @@ class Routing:
             session.running = max(0, session.running - 1)
             session.turns += 1
             session.ended = now
-            session.live = tuple([each for each in session.live if each is not ask])
+            session.live = _without(session.live, ask)
         size = ask.size
         if model is None or size is None:
             self._turned(session, now)
@@ -622,6 +622,10 @@ class Routing:
     def _name(self, target: int | None) -> str | None:
         found = None if target is None else self.fleet.targets.get(target)
         return None if found is None else found.name
+
+
+def _without(live: tuple[Ask, ...], ask: Ask) -> tuple[Ask, ...]:
+    return () if len(live) < 2 else tuple([each for each in live if each is not ask])
 
 
 def common(one: bytes, other: bytes) -> int:
