@@ -13,7 +13,9 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 def test_the_configuration_by_example_is_accepted():
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    config = parse(text, {"ENGINE_KEY": "a", "RESEARCH_KEY": "b", "BATCH_KEY": "c", "ISOLATION_KEY": "d", "TOKEN_KEY": "e"})
+    config = parse(
+        text, {"ENGINE_KEY": "a", "RESEARCH_KEY": "b", "BATCH_KEY": "c", "ISOLATION_KEY": "d", "TOKEN_KEY": "e"}
+    )
     assert config.make_policy(config.tenants[0].policy).name == "session"
     sources = [worker.spec().events for worker in config.workers if worker.events.enabled]
     assert [source and source.replay for source in sources] == [None, "tcp://10.0.0.3:5657", None]
