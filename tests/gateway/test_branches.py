@@ -36,5 +36,6 @@ async def test_many_sessions_that_go_on_from_one_greeting_are_spread(gateway: Be
     turns = sorted(session.turns for session in running.sessions.all())
     what = f"first turns at {dict(first)}, {moved} moved, turns of sessions {turns}"
     assert len(running.sessions) >= 12, what
-    assert max(first.values()) <= 1.3 * 4, what
+    # Those that are taken for one session stand at one engine.
+    assert max(first.values()) <= 4 + 3, what
     assert moved == 0, what
