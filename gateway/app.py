@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
+from functools import partial
 from itertools import count
 from math import inf
 from os import urandom
@@ -36,7 +37,7 @@ from gateway.exchange import SILENT, Exchange
 from gateway.fleet import Fleet
 from gateway.gauges import gauges
 from gateway.http import wire
-from gateway.http.incoming import Incoming, Shape, is_json
+from gateway.http.incoming import Incoming, Shape, is_json, shown
 from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Server
 from gateway.inserts import Inserts
@@ -167,10 +168,10 @@ class Gateway:
                 self._verb(incoming, client, request_id)
                 return
             if found is None:
-                raise NotFound(f"there is no {_show(incoming.path)} here")
+                raise NotFound(f"there is no {shown(incoming.path)} here")
             dialect, route = found
             if route.methods and incoming.method not in route.methods:
-                raise WrongMethod(_show(incoming.path), b", ".join(route.methods).decode())
+                raise WrongMethod(shown(incoming.path), b", ".join(route.methods).decode())
             self._exchange(incoming, client, dialect, route, request_id, started)
         except Exception as error:
             self._refuse(incoming, client, dialect, request_id, error)
@@ -179,21 +180,14 @@ class Gateway:
         """A client opens, or closes, a session of an engine's."""
         assert self.opened is not None
         if incoming.method != b"POST":
-            raise WrongMethod(_show(incoming.path), "POST")
-        dialect = self.dialects["sglang"]
-
-        def refuse(error: Exception) -> None:
-            try:
-                raise error
-            except Exception as raised:
-                self._refuse(incoming, client, dialect, request_id, raised)
-
+            raise WrongMethod(shown(incoming.path), "POST")
+        refuse = partial(self._refuse, incoming, client, self.dialects["sglang"], request_id)
         self.opened.verb(incoming, client, self.tenants.of(incoming.named), refuse)
 
     def _refuse(
         self, incoming: Incoming, client: Inbound, dialect: Dialect, request_id: bytes, error: Exception
     ) -> None:
-        """In an except block: the request is not taken, by its fault or by ours."""
+        """The request is not taken, by its fault or, in an except block, by a defect of ours."""
         if isinstance(error, Fault):
             fault = error
             self._count_refusal(fault)
@@ -257,11 +251,7 @@ class Gateway:
             self._bind_model(reading, opened, tenant)
             self._route(incoming, client, dialect, route, request_id, started, tenant, reading, None)
 
-        def refuse(fault: Fault) -> None:
-            self._count_refusal(fault)
-            client.send(self.fault_response(dialect, fault, incoming, request_id))
-            client.done()
-
+        refuse = partial(self._refuse, incoming, client, dialect, request_id)
         self.opened.turn(reading.stateful or "", tenant, client, go, refuse)
 
     def _bind_model(self, reading: Reading, opened: Opened, tenant: Tenant) -> None:
@@ -378,7 +368,7 @@ class Gateway:
         """What would be chosen for this body and why. Raises `Fault`; changes nothing."""
         found = self.routes.get(path)
         if found is None or found[1].opaque:
-            raise NotFound(f"{_show(path)} is not a path that is routed by what it says")
+            raise NotFound(f"{shown(path)} is not a path that is routed by what it says")
         dialect, route = found
         tenant = self.tenants.of(named)
         if tenant.canonical:
@@ -488,10 +478,6 @@ class Gateway:
         self.index.emptied(target)
         self.routing.holdings.checkpoints.clear(target)
         self.sessions.unbind_all(target)
-
-
-def _show(path: bytes) -> str:
-    return path[:200].decode("ascii", "replace")
 
 
 def _multipart_model(incoming: Incoming) -> str | None:

@@ -14,6 +14,8 @@ from kv_index.radix import Node
 from policies.base import Policy, Request
 from policies.demand import Demand
 
+BY_IDS = b"\x00ids"
+"""End of the namespaces of prompts whose symbols stand for token ids."""
 BYTES_PER_TOKEN = 4.0
 """Prior of text bytes a token, until usage reports teach better."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from gateway.asks import BYTES_PER_TOKEN, Ask, Model, Options
+from gateway.asks import BY_IDS, BYTES_PER_TOKEN, Ask, Model, Options
 from gateway.dialects import Usage
 from gateway.engines.events import namespace
 from gateway.fleet import Fleet
@@ -90,7 +90,7 @@ class Holdings:
         session, request = ask.session, ask.request
         ask.start = namespace(model.adapter, ask.salt)
         ask.page = float(PAGE_TOKENS)
-        ask.namespace += b"\x00ids"
+        ask.namespace += BY_IDS
         ask.pages = pages = chain(ids, ask.start, session.pages if session is not None else None)
         symbols = pages.symbols
         if len(symbols) >= PREFIX_PAGES * SYMBOL:

@@ -84,7 +84,7 @@ class Lifecycle:
         if told is None or worker_id not in told:
             return
         told[worker_id] = max(0, told[worker_id] - 1)
-        if not told[worker_id] and (session.gone or not self._lives_at(session, worker_id)):
+        if not told[worker_id] and worker_id not in self._homes(session):
             self._close(session, worker_id)
 
     def moved(self, session: Session) -> None:
@@ -93,7 +93,7 @@ class Lifecycle:
         if told is None:
             return
         for worker_id, running in list(told.items()):
-            if not running and (session.gone or not self._lives_at(session, worker_id)):
+            if not running and worker_id not in self._homes(session):
                 self._close(session, worker_id)
         for worker_id in self._homes(session):
             if self._recall(worker_id, session):
@@ -101,12 +101,9 @@ class Lifecycle:
                 told[worker_id] = 0
 
     def _homes(self, session: Session) -> list[str]:
-        """Workers of its home and its partner."""
+        """Workers of its home and its partner: of one that was forgotten none."""
         targets = [self.fleet.targets.get(id_) for id_ in (session.home, session.partner) if id_ is not None]
         return [target.worker.id for target in targets if target is not None]
-
-    def _lives_at(self, session: Session, worker_id: str) -> bool:
-        return worker_id in self._homes(session)
 
     def _recall(self, worker_id: str, session: Session) -> bool:
         """Do not tell its end there after all; whether it was to be told."""
@@ -166,8 +163,7 @@ class Lifecycle:
 
     def over(self, ask: Ask) -> None:
         """A request is over, however."""
-        if ask.slot is not None:
-            self._leave(ask)
+        self._leave(ask)
         if ask.told and ask.session is not None:
             for worker_id in ask.told:
                 self.ended(ask.session, worker_id)

@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.errors import NotFound, WrongMethod
 from gateway.http import wire
-from gateway.http.incoming import Incoming
+from gateway.http.incoming import Incoming, shown
 from gateway.listing import models, models_body
 from gateway.naming import Found, clean
 from gateway.sessions import Session, keys_of
@@ -62,7 +62,7 @@ class Own:
     def end_session(self, incoming: Incoming) -> bytes:
         """Its owner ends a session, by the name that its requests gave it, by its token or by its id."""
         if incoming.method != b"DELETE":
-            raise WrongMethod(incoming.path[:200].decode("ascii", "replace"), "DELETE")
+            raise WrongMethod(shown(incoming.path), "DELETE")
         tenant = self.gateway.tenants.of(incoming.named)
         told = unquote_to_bytes(incoming.path[len(SESSIONS) :])
         found = self._sessions_called(told, tenant)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gateway.asks import BY_IDS
 from gateway.sessions import Session
 from kv_index.pages import PAGE_TOKENS, SYMBOL, TEXT_PAGE
 
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
 
 CHILDREN = 100
 """Children that are named."""
-BY_IDS = b"\x00ids"
-"""End of namespaces whose symbols stand for token ids."""
 
 
 def brief(running: Running, session: Session) -> dict[str, Any]:

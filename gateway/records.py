@@ -20,7 +20,7 @@ from threading import Event, Lock, Thread
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
-from gateway.asks import Ask
+from gateway.asks import BY_IDS, Ask
 from gateway.dialects import Reading, Usage
 from gateway.errors import Fault
 from gateway.metrics import Metrics
@@ -320,7 +320,7 @@ def _reader(reading: Reading, thinking: Thinking, text: bytes | None) -> Callabl
     def read(noted: Noted) -> None:
         ids = made_ids() if made_ids is not None else None
         if ids is not None:
-            noted.namespace += b"\x00ids"
+            noted.namespace += BY_IDS
             noted.symbols, noted.pages, noted.by_ids = chain(ids).symbols, len(ids) / _page(True), True
             return
         assert make_prompt is not None

@@ -11,8 +11,6 @@ LIKELY = 0.5
 """Chance of survival below which KV is said to be lost before its session returns."""
 MOSTLY = 0.9
 """The share of returns for whose time KV is asked to be kept."""
-CROWDED = 1.0
-"""How many times its room a target may need before it is said to be too small."""
 
 
 class Returning:
@@ -43,7 +41,7 @@ class Returning:
         """Whether its cache is too small for what its sessions bring in between two turns of each; only of sessions that were
         seen to return."""
         room = self.room(target)
-        return room is not None and target.gaps.known and self.needed(target, now) > CROWDED * room
+        return room is not None and target.gaps.known and self.needed(target, now) > room
 
     def in_danger(self, session: Session, target: Target, now: float) -> float | None:
         """Seconds within which the session returns as a rule, if its KV is not likely to last that long at ``target``."""

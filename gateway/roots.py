@@ -84,7 +84,7 @@ _role = msgspec.json.Decoder(_Role)
 class Root:
     """One shared start."""
 
-    __slots__ = ("at", "body", "count", "last", "model", "namespace", "path", "size", "symbols")
+    __slots__ = ("at", "body", "count", "model", "namespace", "path", "size", "symbols")
 
     def __init__(self, model: str, size: int, now: float) -> None:
         self.model = model
@@ -93,18 +93,18 @@ class Root:
         self.count = 0.0
         """Sessions, those of long ago counted less."""
         self.at = now
+        """When the last of them began."""
         self.body: bytes | None = None
         """A request that makes an engine compute it."""
         self.path = ""
         self.namespace = b""
         self.symbols = b""
         """Of its full pages, where it was routed by text."""
-        self.last = now
 
     def saw(self, now: float) -> float:
         """One more session begins with it; how many do."""
         self.count = self.wanted(now) + 1.0
-        self.at = self.last = now
+        self.at = now
         return self.count
 
     def wanted(self, now: float) -> float:
@@ -148,7 +148,7 @@ class Roots:
             root.symbols = ask.pages.symbols[: size // TEXT_PAGE * SYMBOL]
         self.bytes += len(made)
         while self.bytes > MOST_BYTES:
-            self._drop(min(self._roots, key=lambda key: self._roots[key].last if self._roots[key].body else now + 1))
+            self._drop(min(self._roots, key=lambda key: self._roots[key].at if self._roots[key].body else now + 1))
 
     def _drop(self, key: bytes) -> None:
         gone = self._roots.pop(key)
@@ -281,11 +281,10 @@ class Warming:
         place = self.index.sent(root.namespace, root.symbols, target.id, sent, False) if root.symbols else None
         outcome, status = "failed", None
         try:
-            async with asyncio.timeout(ANSWER):
-                answer = await self._post(worker, root.path, "POST", root.body, headers, ANSWER)
+            answer = await self._post(worker, root.path, "POST", root.body, headers, ANSWER)
             status = answer.status
             outcome = "warmed" if answer.status == 200 else "refused"
-        except (WorkerFault, GatewayFault, TimeoutError) as fault:
+        except (WorkerFault, GatewayFault) as fault:
             log.debug("%s was not warmed: %s", target.name, fault)
         finally:
             self.fleet.release(charge)

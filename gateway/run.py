@@ -264,7 +264,7 @@ class Running:
         """Say it before a cache is too small for the sessions that will return to it."""
         returning = self.gateway.routing.returning
         for worker in self.fleet.workers.values():
-            crowded = any(target.gaps.known and returning.crowded(target, now) for target in worker.targets)
+            crowded = any(returning.crowded(target, now) for target in worker.targets)
             if crowded != ("returning" in worker.observed):
                 worker.observe("returning", crowded)
                 self._warn(worker)

@@ -55,6 +55,11 @@ class Incoming:
         self.body = b""
 
 
+def shown(path: bytes) -> str:
+    """A path for people: of no more than a line."""
+    return path[:200].decode("ascii", "replace")
+
+
 def is_json(incoming: Incoming) -> bool:
     """Whether its fields say that its body is JSON."""
     return incoming.named.get(b"content-type", b"").lower().startswith(b"application/json")
