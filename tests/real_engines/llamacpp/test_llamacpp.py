@@ -130,9 +130,10 @@ async def test_a_client_that_leaves_stops_the_generation(running: Running, llama
     async with httpx.AsyncClient(timeout=30) as http:
         async with http.stream("POST", f"{address(running)}/v1/chat/completions", json=body) as response:
             url = "http://" + response.headers["x-warmroute-worker"]
-            async for line in response.aiter_lines():
-                if line.startswith("data: "):
-                    break
+            # Kept until the end: an iterator that is let go closes its response.
+            lines = response.aiter_lines()
+            while not (await anext(lines)).startswith("data: "):
+                pass
             made: list[int] = []
             async with asyncio.timeout(10):
                 while not made:
