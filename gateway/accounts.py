@@ -92,6 +92,10 @@ class Accounts:
         if ask.told or ask.slot is not None:
             assert gateway.lifecycle is not None
             gateway.lifecycle.over(ask)
+        if exchange.metered is not None:
+            self._meter(exchange, exchange.metered, usage)
+        if exchange.queued is not None:
+            gateway.admission.answered(exchange, usage)
         if target is None:
             who = (ask.tenant.name, ask.model_name, ask.policy.name)
             gateway.metrics.requests.add((who[0], who[1], exchange.route.kind, who[2], outcome))
@@ -131,6 +135,19 @@ class Accounts:
             final = exchange.incoming.named.get(b"x-session-final")
             if final is not None and final.strip().lower() in FINAL:
                 gateway.sessions.end(ask.session)
+
+    def _meter(self, exchange: Exchange, metered: tuple[int, int], usage: Usage | None) -> None:
+        """Put right what its tenant was counted for it."""
+        meter, now = exchange.ask.tenant.meter, self.gateway.clock()
+        if meter is None:
+            return
+        prompt, computed = metered
+        if not exchange.attempts:
+            # Nothing was done for it.
+            meter.corrects(-prompt, -computed, now)
+        elif usage is not None and usage.prompt is not None:
+            cached = usage.cached if usage.cached is not None else exchange.ask.context
+            meter.corrects(usage.prompt - prompt, max(0, usage.prompt - cached) - computed, now)
 
     def _calibrate(self, exchange: Exchange, target: Target, usage: Usage | None) -> None:
         """Learn from a first event that nothing else delayed."""

@@ -11,14 +11,15 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
-from math import inf
+from math import ceil, inf
 from os import urandom
 from time import monotonic
 
 import msgspec
 
 from gateway.accounts import Accounts
-from gateway.asks import Ask, Options
+from gateway.admission import Admission, Options as Queueing
+from gateway.asks import BYTES_PER_TOKEN, Ask, Options
 from gateway.canonical import canonical
 from gateway.config import Disaggregation
 from gateway.dialects import Dialect, Reading, Route, all_dialects
@@ -30,6 +31,7 @@ from gateway.errors import (
     Forbidden,
     Internal,
     NotFound,
+    RateLimited,
     WorkerFault,
     WrongMethod,
 )
@@ -42,6 +44,7 @@ from gateway.http.limits import Inward, Outward
 from gateway.http.server import Inbound, Server
 from gateway.inserts import Inserts
 from gateway.lifecycle import Lifecycle
+from gateway.meters import Meter, Meters
 from gateway.metrics import Metrics
 from gateway.opened import CLOSE, OPEN, Opened, OpenSessions
 from gateway.own import MODELS, SESSIONS, Own
@@ -88,6 +91,7 @@ class Gateway:
         tokens: bool = True,
         labels: bool = False,
         secure: bool = False,
+        queueing: Queueing | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -96,6 +100,9 @@ class Gateway:
         self.index = index
         self.metrics = metrics
         self.tenants = tenants
+        self.meters = Meters()
+        self.measure(tenants)
+        self.admission = Admission(self, queueing or Queueing())
         self.options = options
         self.routing = Routing(fleet, sessions, index, metrics, options)
         self.routing.policies = {each.name: each.policy for each in tenants.all() if each.policy is not None}
@@ -143,6 +150,12 @@ class Gateway:
         self._own = {b"/healthz": self.own.healthz, b"/readyz": self.own.readyz, MODELS: self.own.models}
         self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
         self.metrics.gauges += gauges(self)
+
+    def measure(self, tenants: Tenants) -> None:
+        """Give ``tenants`` their meters: those that go by a name already go on."""
+        for tenant in tenants.all():
+            tenant.meter = self.meters.of(tenant.name, tenant.limits)
+        self.meters.keep({tenant.name for tenant in tenants.all()})
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -201,6 +214,8 @@ class Gateway:
         self, incoming: Incoming, client: Inbound, dialect: Dialect, route: Route, request_id: bytes, started: float
     ) -> None:
         tenant = self.tenants.of(incoming.named)
+        if tenant.meter is not None:
+            tenant.meter.comes(started)
         steps: tuple[str, ...] = ()
         if tenant.canonical and route.generates and not route.opaque:
             incoming.body, steps = canonical(route.kind, incoming.body, tenant.canonical)
@@ -284,8 +299,19 @@ class Gateway:
         if self.fleet.staged and route.generates and not reading.opaque:
             ask.takes = self.pairs.takes(route.kind, incoming.body)
         ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
+        metered = None if tenant.meter is None else self._metered(tenant.meter, ask, incoming)
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
+        exchange.metered = metered
         exchange.start()
+
+    def _metered(self, meter: Meter, ask: Ask, incoming: Incoming) -> tuple[int, int]:
+        """Count its tokens, as far as they are known, as its tenant's. Raises `RateLimited`."""
+        tokens = ask.request.tokens
+        if tokens is None:
+            tokens = int(len(incoming.body) / BYTES_PER_TOKEN)
+        computed = max(0, tokens - max(ask.request.holdings.values(), default=0))
+        meter.asks(tokens, computed, self.clock())
+        return tokens, computed
 
     # -- token ids --------------------------------------------------------------------------------------------------
 
@@ -430,11 +456,13 @@ class Gateway:
         """A whole error response in the caller's dialect."""
         extra = b"x-request-id: %b\r\n" % request_id
         if fault.retry_after is not None:
-            extra += b"retry-after: %d\r\n" % max(1, round(fault.retry_after))
+            extra += b"retry-after: %d\r\n" % max(1, ceil(fault.retry_after))
         elif fault.status in (429, 503):
             extra += b"retry-after: 1\r\n"
         if isinstance(fault, WrongMethod):
             extra += b"allow: %b\r\n" % fault.allowed.encode()
+        if fault.reason is not None:
+            extra += b"x-warmroute-refused: %b\r\n" % fault.reason.encode()
         if fault.status == 401:
             extra += b"www-authenticate: Bearer\r\n"
         return wire.whole(fault.status, dialect.error(fault), incoming, extra)
@@ -447,6 +475,8 @@ class Gateway:
         return wire.whole(fault.status, dialect.error(fault), refused, extra)
 
     def _count_refusal(self, fault: Fault) -> None:
+        if isinstance(fault, RateLimited):
+            self.metrics.limited.add((fault.tenant, fault.limit))
         self.metrics.refused.add((str(fault.status),))
 
     # -- upkeep -----------------------------------------------------------------------------------------------------

@@ -114,6 +114,8 @@ class WorkerConfig:
     models: list[str] | None = None
     api_key: Secret | None = None
     kv_tokens: Count | None = None
+    max_running: Count | None = None
+    """Requests that each of its ranks runs at one time; more would wait there."""
     verify_tls: bool = True
     ca: str | None = None
     events: EventsConfig = field(default_factory=EventsConfig)
@@ -169,6 +171,56 @@ class Disaggregation:
 
 
 @dataclass(slots=True)
+class LimitsConfig:
+    """What a tenant is granted; what is left out is not limited."""
+
+    requests_per_minute: Count | None = None
+    prompt_tokens_per_minute: Count | None = None
+    computed_tokens_per_minute: Count | None = None
+    """Of prompts, those that no cache had."""
+    concurrency: Count | None = None
+    """Requests at one time; more wait."""
+
+
+@dataclass(slots=True)
+class PriorityConfig:
+    """One level of the queue; those that are listed first go first."""
+
+    share: float = 0.1
+    """Of what is computed, reserved for it while levels before it have requests waiting."""
+    deadline: Seconds | None = None
+    """How long its requests wait at most; if not given: ``admission.deadline``."""
+    queue: Count | None = None
+    """How many of them wait at most; if not given: as many as wait in all. Those of more priority take the places of others."""
+
+
+def _priorities() -> dict[str, PriorityConfig]:
+    return {"interactive": PriorityConfig(), "bulk": PriorityConfig(deadline=600.0)}
+
+
+@dataclass(slots=True)
+class AdmissionConfig:
+    """The queue in front of the fleet, in which requests wait while everybody who could serve them is full."""
+
+    ahead: Seconds = 0.05
+    """A target with more than this much prefill in front is full."""
+    queue: Count = 5_000
+    """Requests that wait, at most."""
+    bytes: Bytes = 1024 * 1024 * 1024
+    """Of their bodies, at most."""
+    tenant_queue: Count | None = None
+    """Requests of one tenant that wait, at most; if not given: half of ``queue``, where there are tenants."""
+    tenant_bytes: Bytes | None = None
+    """Of one tenant's bodies, at most; if not given: half of ``bytes``."""
+    deadline: Seconds = 60.0
+    """How long a request waits at most, unless its priority or its ``x-request-timeout`` says otherwise."""
+    hold: Seconds = 0.0
+    """How long a request waits for a worker where its model has none now but workers that may serve it; 0: not at all."""
+    priorities: dict[str, PriorityConfig] = field(default_factory=_priorities)
+    """Levels by name, the first first."""
+
+
+@dataclass(slots=True)
 class TenantConfig:
     """One tenant."""
 
@@ -177,6 +229,11 @@ class TenantConfig:
     policy: str | None = None
     models: list[str] | None = None
     isolation: str = "shared"
+    priority: str | None = None
+    """One of ``admission.priorities``; if not given: the first."""
+    weight: float = 1.0
+    """How many times as much as another tenant of its priority it may have when there is not enough for all."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     show_routing: bool = True
     canonical: list[str] = field(default_factory=list)
     """How its prompts' starts are brought into one form, so that they are shared: tools (sorted, and the keys in their
@@ -300,6 +357,7 @@ class Config:
     index: IndexConfig = field(default_factory=IndexConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     warming: WarmingConfig = field(default_factory=WarmingConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     retries: Retries = field(default_factory=Retries)
     timeouts: Timeouts = field(default_factory=Timeouts)
     probes: Probes = field(default_factory=Probes)

@@ -55,6 +55,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     _check_policies(config, wrong)
     _check_workers(config, wrong)
     _check_tenants(config, wrong)
+    _check_admission(config, wrong)
     _check_numbers(config, wrong)
     ports = {"listen.port": config.listen.port, "admin.port": config.admin.port}
     if config.metrics is not None:
@@ -220,6 +221,44 @@ def _check_policies(config: Config, wrong: Any) -> None:
             wrong(f"{key}.{error.option}" if error.option else key, str(error))
 
 
+def _check_admission(config: Config, wrong: Any) -> None:
+    told = config.admission
+    if not told.priorities:
+        wrong("admission.priorities", "is empty: name one level at least, or leave it out")
+    for name, level in told.priorities.items():
+        key = f"admission.priorities.{name}"
+        if not _NAME.fullmatch(name):
+            wrong(key, "a priority's name has letters, digits, - and _ only: requests name it in a header")
+        if not 0 <= level.share < 1:
+            wrong(f"{key}.share", "is a share of what is computed: from 0 to less than 1")
+        for option in ("deadline", "queue"):
+            value = getattr(level, option)
+            if value is not None and value <= 0:
+                wrong(f"{key}.{option}", "must be more than 0")
+    if sum(level.share for level in list(told.priorities.values())[1:]) >= 1:
+        wrong(
+            "admission.priorities", "the shares of all but the first come to 1 or more: nothing is left for the first"
+        )
+    for option in ("queue", "bytes", "deadline", "tenant_queue", "tenant_bytes"):
+        value = getattr(told, option)
+        if value is not None and value <= 0:
+            wrong(f"admission.{option}", "must be more than 0")
+    for number, tenant in enumerate(config.tenants):
+        key = f"tenants[{number}]"
+        if tenant.priority is not None and tenant.priority not in told.priorities:
+            known = ", ".join(told.priorities)
+            wrong(f"{key}.priority", f"{tenant.priority!r} is not one of admission.priorities: {known}")
+        if not 0.01 <= tenant.weight <= 100:
+            wrong(f"{key}.weight", "must be from 0.01 to 100")
+        for each in fields(tenant.limits):
+            value = getattr(tenant.limits, each.name)
+            if value is not None and value <= 0:
+                wrong(f"{key}.limits.{each.name}", "must be more than 0; leave it out for no limit")
+
+
+_NAME = re.compile("[A-Za-z0-9_-]{1,64}")
+
+
 def _check_numbers(config: Config, wrong: Any) -> None:
     """What must be more than nothing: a pause of 0 would never rest, a limit of 0 would let nothing through."""
     for section in ("listen", "sessions", "index", "timeouts", "probes"):
@@ -231,8 +270,10 @@ def _check_numbers(config: Config, wrong: Any) -> None:
             if isinstance(value, int | float) and value <= 0:
                 wrong(f"{section}.{each.name}", "must be more than 0")
     for number, worker in enumerate(config.workers):
-        if worker.kv_tokens is not None and worker.kv_tokens <= 0:
-            wrong(f"workers[{number}].kv_tokens", "must be more than 0")
+        for option in ("kv_tokens", "max_running"):
+            value = getattr(worker, option)
+            if value is not None and value <= 0:
+                wrong(f"workers[{number}].{option}", "must be more than 0")
 
 
 def _check_secret(key: str, secret: str | None, wrong: Any) -> None:

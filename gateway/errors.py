@@ -3,12 +3,12 @@
     Fault
     |-- ClientFault          the request cannot be served as it is: 4xx, never counts against a worker
     |     BadRequest 400, Unauthorized 401, Forbidden 403, NotFound 404, WrongMethod 405, TimedOut 408,
-    |     TooLarge 413, ExpectationFailed 417, HeadTooLarge 431, NotImplementedHere 501, WrongVersion 505
+    |     TooLarge 413, ExpectationFailed 417, RateLimited 429, HeadTooLarge 431, NotImplementedHere 501, WrongVersion 505
     |-- WorkerFault          a worker broke its promise; counts against it
     |     Refused 502, Unresolved 502, Reset 502, Malformed 502, ServerError 502, Stalled 504
     |-- Backpressure 503     a worker is full: not a fault of anybody, goes elsewhere
     `-- GatewayFault         nothing that could serve the request
-          NoWorker 503, NoConnection 503, Crowded 503, Internal 500
+          NoWorker 503, NoConnection 503, Crowded 503, Overloaded 429, OutOfTime 504, Internal 500
 
 A `Fault` says what happened in words for the client; dialects say it in the client's shape. Messages never hold a worker's
 address, a credential or a prompt.
@@ -19,11 +19,13 @@ class Fault(Exception):
     """Base of the tree.
 
     ``status``: HTTP status before the first byte; ``kind``: stable snake_case word, used in bodies and metrics;
-    ``retry_after``: seconds after which trying again makes sense, or ``None``.
+    ``retry_after``: seconds after which trying again makes sense, or ``None``; ``reason``: the rule by which it was turned
+    away, where there are several, or ``None``.
     """
 
     status = 500
     kind = "internal_error"
+    reason: str | None = None
 
     def __init__(self, message: str, *, retry_after: float | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -92,6 +94,18 @@ class ExpectationFailed(ClientFault):
     """An ``Expect`` other than ``100-continue``."""
 
     status = 417
+
+
+class RateLimited(ClientFault):
+    """``tenant`` is over what it is granted; ``limit`` says of what."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: float, tenant: str, limit: str) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.tenant = tenant
+        self.reason = self.limit = limit
 
 
 class HeadTooLarge(ClientFault):
@@ -172,6 +186,25 @@ class Crowded(GatewayFault):
     """More client connections than this process takes."""
 
     kind = "overloaded_error"
+
+
+class Overloaded(GatewayFault):
+    """More is asked than the fleet can serve in time: it was turned away by ``reason``."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: float, reason: str) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.reason = reason
+
+
+class OutOfTime(GatewayFault):
+    """No answer had begun within the time that the client gave."""
+
+    status = 504
+    kind = "timeout"
+    reason = "timeout"
 
 
 class Internal(GatewayFault):

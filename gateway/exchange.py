@@ -1,8 +1,9 @@
 """One client request from first byte to last: choose, send, relay, settle. Retries live here.
 
     CHOOSING -> WAITING (sent, or connecting) -> PEEKING (a stream's head came, its first event did not) -> RELAYING -> ENDED
-                   ^             |     \\-> REFUSED (an error answer is kept while others are tried)            |
-                   '-- retry ----+-------------------'                                                   (no way back)
+     |    ^      ^             |     \\-> REFUSED (an error answer is kept while others are tried)            |
+     v    |      '-- retry ----+-------------------'                                                   (no way back)
+    QUEUED (everybody is full)
 
 Until RELAYING no content was written to the client, so a failure goes to another target; from then on it becomes an error
 event in the client's dialect, or a cut connection where there are no events. A client that waits long for a stream may
@@ -15,6 +16,7 @@ Whatever happens, `_end` runs exactly once: it releases the charge, the pin and 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ from gateway.errors import (
     GatewayFault,
     Internal,
     NoWorker,
+    OutOfTime,
     Reset,
     ServerError,
     Stalled,
@@ -40,17 +43,19 @@ from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
 from gateway.leg import STALE
 from gateway.legs import Handed, Legs, stalled
+from gateway.meters import Meter
 from gateway.opened import Opened
 from gateway.retold import Hiding, Tape
 from gateway.workers import Charge, State, Target, Worker
+from policies.admission import Queue, Waiting
 from policies.base import Choice
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
     from gateway.records import Noted
 
-CHOOSING, WAITING, PEEKING, MERGING, REFUSED, RELAYING, ENDED = range(7)
-PHASES = ("choosing", "waiting", "first_event", "waiting", "waiting", "streaming", "ended")
+CHOOSING, QUEUED, WAITING, PEEKING, MERGING, REFUSED, RELAYING, ENDED = range(8)
+PHASES = ("choosing", "queued", "waiting", "first_event", "waiting", "waiting", "streaming", "ended")
 
 SILENT = 5.0
 """Seconds without a byte after which a stream of a worker that is down is given up."""
@@ -71,6 +76,7 @@ class Exchange:
     """See the module's head. Is the `Owner` of its client connection and the `Receiver` of its worker connection."""
 
     __slots__ = (
+        "admitted",
         "alone",
         "ask",
         "attempts",
@@ -93,11 +99,15 @@ class Exchange:
         "held",
         "incoming",
         "injected",
+        "lacks",
         "last_at",
         "legs",
+        "meter",
+        "metered",
         "noted",
         "paused",
         "phase",
+        "queued",
         "reading",
         "relay",
         "request_id",
@@ -110,6 +120,8 @@ class Exchange:
         "target",
         "task",
         "tried",
+        "until",
+        "waits",
     )
 
     def __init__(
@@ -172,6 +184,20 @@ class Exchange:
         """The pair that serves it, if one does."""
         self.handed: Handed | None = None
         """What a pair that failed left for the next one."""
+        self.admitted = False
+        """It was let in: what is sent again does not wait again."""
+        self.waits: Waiting | None = None
+        """Its place in the queue, while it has one."""
+        self.queued: tuple[Queue, int, float] | None = None
+        """The queue that it left, its level there, and the tokens that it is expected to generate."""
+        self.lacks: NoWorker | None = None
+        """What it waits for: a worker of its model."""
+        self.meter: Meter | None = None
+        """Of its tenant, where it counts as running."""
+        self.metered: tuple[int, int] | None = None
+        """Prompt tokens and tokens to compute that its tenant was counted for it, where it has a limit."""
+        self.until = inf
+        """When the time that its client gave is over."""
         client.owner = self
         ask.over = self._over
         gateway.exchanges.add(self)
@@ -199,6 +225,7 @@ class Exchange:
     def start(self) -> None:
         """Choose and send; answers the client itself when that is not possible."""
         try:
+            self.until = self.gateway.admission.patience(self, self.started)
             self._attempt()
         except Fault as fault:
             self._answer_fault(fault)
@@ -206,16 +233,68 @@ class Exchange:
             self.gateway.defect("choosing a target")
             self._answer_fault(Internal("the gateway failed; its log says why"))
 
-    def _attempt(self) -> None:
+    def wait(self, waiting: Waiting) -> None:
+        """It has to wait until it is told to `leave`, or `turned_away`."""
+        self.phase, self.waits = QUEUED, waiting
+        # For `overdue` to come by; the deadline itself is the queue's business.
+        self.deadline = waiting.deadline + SILENT
+
+    def leave(self, now: float, full: Collection[int | None]) -> None:
+        """It was its turn: choose by what is true now, none of ``full`` (ids of targets), and send."""
+        self.phase, self.waits = CHOOSING, None
+        self.admitted = True
+        try:
+            self.gateway.routing.renew(self.ask, now)
+            self._attempt(full)
+        except Fault as fault:
+            self._answer_fault(fault)
+        except Exception:
+            self.gateway.defect("choosing a target")
+            self._answer_fault(Internal("the gateway failed; its log says why"))
+
+    def turned_away(self, fault: Fault) -> None:
+        """It waited in vain."""
+        self.phase, self.waits = CHOOSING, None
+        self._answer_fault(fault)
+
+    def _choose(self, now: float, full: Collection[int | None]) -> tuple[Choice, Handed | None] | None:
+        """Where to send it, and what a pair that failed left for that; ``None``: it waits."""
         gateway, ask = self.gateway, self.ask
-        now = gateway.clock()
-        choice = gateway.routing.pinned(ask, self.tried, now)
         handed, self.handed = self.handed, None
+        choice = gateway.routing.pinned(ask, self.tried, now)
         if handed is not None:
             choice = choice or gateway.routing.other(ask, handed.prefill, self.tried, now)
-            if choice is None:
-                handed = None
-        choice = choice or gateway.routing.choose(ask, self.tried, now)
+        if choice is not None:
+            return choice, handed
+        try:
+            tried = self.tried if not full else {*self.tried, *[each for each in full if each is not None]}
+            choice = gateway.routing.choose(ask, tried, now)
+        except NoWorker as fault:
+            if self.admitted or not gateway.admission.awaits(self, fault, now):
+                raise
+            return None
+        if not self.admitted and gateway.admission.holds(self, choice, now):
+            return None
+        return choice, None
+
+    def _admit(self) -> None:
+        """It is let in."""
+        self.admitted = True
+        meter = self.ask.tenant.meter
+        if meter is not None:
+            meter.running += 1
+            self.meter = meter
+
+    def _attempt(self, full: Collection[int | None] = ()) -> None:
+        gateway, ask = self.gateway, self.ask
+        now = gateway.clock()
+        found = self._choose(now, full)
+        if found is None:
+            return
+        choice, handed = found
+        if not self.attempts:
+            self._admit()
+        ask.request.queued = 0.0
         target = choice.target
         assert isinstance(target, Target)
         gateway.routing.commit(ask, target, choice, now)
@@ -227,7 +306,7 @@ class Exchange:
         self.attempts += 1
         self.sent_at = now
         self.phase = WAITING
-        self.deadline = now + gateway.limits_out.first_byte_seconds
+        self.deadline = min(now + gateway.limits_out.first_byte_seconds, self.until)
         self.fields, self.status, self.first_at = [], 0, 0.0
         if not paired:
             self.open()
@@ -244,7 +323,7 @@ class Exchange:
         target = self.target
         assert target is not None
         if self.legs is not None:
-            self.deadline = self.gateway.clock() + self.gateway.limits_out.first_byte_seconds
+            self.deadline = min(self.gateway.clock() + self.gateway.limits_out.first_byte_seconds, self.until)
             if self.charge is not None and not self.reading.stream:
                 # Nothing will tell when it begins to generate.
                 self.gateway.fleet.first_byte(self.charge)
@@ -631,7 +710,13 @@ class Exchange:
         else:
             client.send(self.gateway.fault_response(self.dialect, fault, self.incoming, self.request_id))
         self._end(
-            "refused" if fault.status < 500 else "no_worker" if isinstance(fault, GatewayFault) else "worker_error"
+            "timeout"
+            if isinstance(fault, OutOfTime)
+            else "refused"
+            if fault.status < 500
+            else "no_worker"
+            if isinstance(fault, GatewayFault)
+            else "worker_error"
         )
         client.done()
 
@@ -773,6 +858,9 @@ class Exchange:
         elif self.legs is not None and self.legs.overdue(now) and self.phase < RELAYING:
             self.prefill_failed(stalled())
             return
+        elif self.phase in UNANSWERED and now > self.until:
+            self._answer_fault(OutOfTime("no answer had begun within the time that x-request-timeout gives"))
+            return
         elif self.phase in UNANSWERED and now > self.deadline:
             fault = Stalled("the worker did not answer in time")
         else:
@@ -784,7 +872,7 @@ class Exchange:
     def _keep_waiting(self, now: float) -> None:
         """Send a comment to a client that has waited for its stream for long, if that is configured."""
         pause = self.gateway.limits_in.comment_seconds
-        if pause is None or not self.reading.stream or self.phase not in (WAITING, PEEKING) or self.paused:
+        if pause is None or not self.reading.stream or self.phase not in (QUEUED, WAITING, PEEKING) or self.paused:
             return
         if now - max(self.commented, self.started) < pause:
             return
@@ -812,6 +900,11 @@ class Exchange:
         # Each would keep the other until garbage is collected.
         self.ask.over = never
         self.gateway.exchanges.discard(self)
+        if self.waits is not None:
+            self.gateway.admission.gone(self.waits, self.ask)
+            self.waits = None
+        if self.meter is not None:
+            self.meter.running -= 1
         if not streaming:
             # Whatever was committed for it did not come to an answer.
             self._withdraw()
@@ -828,6 +921,7 @@ class Exchange:
             self.gateway.accounts.ended(self, outcome, usage, streaming)
         except Exception:
             self.gateway.defect("accounting for a request")
+        self.gateway.admission.wake()
         self.relay = self.early = None
         self.body = b""
         self.incoming.body = b""

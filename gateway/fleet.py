@@ -120,6 +120,7 @@ class Fleet:
         for target in worker.targets:
             target.role, target.whole, target.pool = worker.role, worker.whole, worker.pool_name
             target.room = facts.kv_tokens
+            target.most_running = worker.spec.max_running or facts.max_running
             if facts.engine != "llamacpp" or not worker.spec.slots:
                 target.slots = None
             elif facts.slots is not None and (target.slots is None or target.slots.count != facts.slots):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gateway.metrics import Gauge
 from gateway.workers import State
 from kv_index.groups import Tier
 from kv_index.index import Rung
+from policies.admission import Level
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
@@ -15,7 +17,37 @@ if TYPE_CHECKING:
 
 def gauges(gateway: Gateway) -> list[Gauge]:
     """Every gauge of ``gateway``; targets and workers are those of the moment of the scrape."""
-    return _of_targets(gateway) + _of_process(gateway)
+    return _of_targets(gateway) + _of_process(gateway) + _of_queue(gateway)
+
+
+def _of_queue(gateway: Gateway) -> list[Gauge]:
+    admission = gateway.admission
+
+    def summed(read: Callable[[Level], float]) -> list[tuple[tuple[str, ...], float]]:
+        names = [priority.name for priority in admission.options.priorities]
+        queues = list(admission.queues.values())
+        return [((name,), sum(read(queue.levels[place]) for queue in queues)) for place, name in enumerate(names)]
+
+    return [
+        Gauge(
+            "warmroute_queue_requests",
+            "Requests that wait because everybody who could serve them is full, or their tenant has as many running as it may.",
+            lambda: summed(lambda level: level.requests),
+            ("priority",),
+        ),
+        Gauge(
+            "warmroute_queue_bytes",
+            "Bytes of the bodies of requests that wait.",
+            lambda: summed(lambda level: level.bytes),
+            ("priority",),
+        ),
+        Gauge(
+            "warmroute_tenant_running",
+            "Requests in flight of tenants that have limits.",
+            lambda: [((name,), meter.running) for name, meter in gateway.meters.all()],
+            ("tenant",),
+        ),
+    ]
 
 
 def _of_targets(gateway: Gateway) -> list[Gauge]:

@@ -198,6 +198,7 @@ class Metrics:
         self._decisions()
         self._pairs()
         self._events()
+        self._queue()
 
     def _requests(self) -> None:
         self.requests = Counter(
@@ -355,6 +356,19 @@ class Metrics:
             "warmroute_token_fallbacks",
             "Requests of models with a tokenizer that were routed by text all the same, by why.",
             ("model", "reason"),
+        )
+
+    def _queue(self) -> None:
+        self.queue_seconds = Histogram(
+            "warmroute_queue_seconds", "How long requests waited that left the queue for a target.", TTFT, ("priority",)
+        )
+        self.queue_shed = Counter(
+            "warmroute_queue_shed",
+            "Requests that were not let in, by why: no room, no time, no worker.",
+            ("tenant", "priority", "reason"),
+        )
+        self.limited = Counter(
+            "warmroute_tenant_limited", "Requests over what their tenant is granted, by what.", ("tenant", "limit")
         )
 
     def tally(self, tenant: str, model: str, policy: str, target: str) -> Tally:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from xxhash import xxh3_64_intdigest
 
-from gateway.asks import Ask, Model, Options
+from gateway.asks import BY_IDS, Ask, Model, Options
 from gateway.content import end_of
 from gateway.dialects import Reading, Usage, no_field
 from gateway.errors import BadRequest, NotFound, NoWorker
@@ -148,7 +148,20 @@ class Routing:
                 ask.scope = xxh3_64_intdigest(ask.namespace, tenant.seed)
                 ask.session = self.sessions.by_content(ask.prompt, ask.scope, tenant.name, model.name, now, dry)
                 ask.found = None if ask.session is None else "content"
-        session = ask.session
+        self._meet(ask, model, now, carried, ids, salt)
+        return ask
+
+    def _meet(
+        self,
+        ask: Ask,
+        model: Model,
+        now: float,
+        carried: int | None = None,
+        ids: bytes | None = None,
+        salt: Callable[[Ask], str] | None = None,
+    ) -> None:
+        """What it meets now: its session's home, and what targets hold of its prompt."""
+        session, request, reading = ask.session, ask.request, ask.reading
         if session is not None:
             ask.new_session = session.turns == 0 and session.running == 0
             ask.turn = session.turns + 1
@@ -158,19 +171,27 @@ class Routing:
             # One of whose answer all is here but the end of its framing runs no more.
             request.siblings = session.running and session.running - sum([each.over() for each in session.live])
         request.turns = model.demand.turns
-        if policy.needs_prefix and ask.prompt is not None:
+        if ask.policy.needs_prefix and ask.prompt is not None:
             if ids is None:
                 self.holdings.match(ask, ask.prompt, model)
             else:
                 ask.ids = ids
-                if salt is not None and tenant.isolated:
+                if salt is not None and ask.tenant.isolated:
                     ask.salt = salt(ask)
-                elif reading.salt is not None:
+                elif ask.salt is None and reading.salt is not None:
                     ask.salt = reading.salt()
                 self.holdings.match_ids(ask, ids, model, now)
                 if session is not None and len(self.offers):
                     self._lent(request, session, ids, now)
-        return ask
+
+    def renew(self, ask: Ask, now: float) -> None:
+        """It waited, and is to be routed by what is true now."""
+        model = ask.model
+        if model is None or (ask.session is None and ask.prompt is None):
+            return
+        ask.request.ordinal = model.ordinal
+        ask.namespace = ask.namespace.removesuffix(BY_IDS)
+        self._meet(ask, model, now, ids=ask.ids)
 
     def pinned(self, ask: Ask, tried: Collection[int], now: float) -> Choice | None:
         """The choice where state lives on one worker: a stored response that this request goes on from or names."""

@@ -9,11 +9,13 @@ import logging
 import resource
 import signal
 import ssl
+from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from typing import Any
 
 from gateway.admin import AdminSite
+from gateway.admission import Options as Queueing
 from gateway.app import Gateway
 from gateway.asks import Options
 from gateway.config import Config
@@ -28,6 +30,7 @@ from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
 from gateway.keeping import Keeper
 from gateway.lifecycle import Lifecycle
+from gateway.meters import Limits
 from gateway.metrics import Metrics
 from gateway.moving import Moving
 from gateway.opened import OpenSessions
@@ -46,6 +49,7 @@ from kv_index.blocks import BlockIndex
 from kv_index.checkpoints import Rule
 from kv_index.index import PrefixIndex, Rung
 from kv_index.radix import RadixIndex
+from policies.admission import Bounds, Priority
 
 log = logging.getLogger("warmroute")
 
@@ -103,6 +107,7 @@ class Running:
             tokens=config.sessions.token,
             labels=config.sessions.labels,
             secure=config.listen.tls is not None,
+            queueing=make_queueing(config),
         )
         self.probe = Probe(
             self.fleet,
@@ -205,6 +210,7 @@ class Running:
             exchange.client_gone()
         for waiting in list(gateway.preparing):
             waiting.client.abort_with_owner()
+        gateway.admission.stop()
         if self.pool is not None:
             self.pool.close()
         if gateway.recorder is not None:
@@ -481,9 +487,31 @@ def make_tenants(config: Config) -> Tenants:
             shows_routing=each.show_routing,
             isolated=each.isolation == "isolated",
             canonical=frozenset(each.canonical),
+            priority=each.priority,
+            weight=each.weight,
+            limits=Limits(**asdict(each.limits)),
         )
         pairs += [(str(key), tenant) for key in each.keys]
     return Tenants(pairs, Tenant(ANONYMOUS) if config.anonymous or not pairs else None)
+
+
+def make_queueing(config: Config) -> Queueing:
+    """The queue in front of the fleet."""
+    told = config.admission
+    unbounded = 1 << 62
+    priorities = tuple(
+        Priority(name, level.share, level.deadline or told.deadline, level.queue or unbounded, unbounded)
+        for name, level in told.priorities.items()
+    )
+    # Where there are several, none of them fills it.
+    part = 2 if config.tenants else 1
+    bounds = Bounds(
+        told.queue,
+        told.bytes,
+        told.tenant_queue or max(1, told.queue // part),
+        told.tenant_bytes or max(1, told.bytes // part),
+    )
+    return Queueing(told.ahead, told.hold, bounds, priorities)
 
 
 def make_options(config: Config) -> Options:

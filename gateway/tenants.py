@@ -5,12 +5,13 @@ Without tenants everybody is one anonymous tenant and clients' credentials pass 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from xxhash import xxh3_64_intdigest
 
 from gateway.errors import Forbidden, Unauthorized
+from gateway.meters import Limits, Meter
 from policies.base import Policy
 
 ANONYMOUS = "anonymous"
@@ -31,6 +32,13 @@ class Tenant:
     """Whether its prompts never share the index with others'."""
     canonical: frozenset[str] = frozenset()
     """Steps of `gateway.canonical` by which its bodies are brought into one form."""
+    priority: str | None = None
+    """Name of the level in which its requests wait; ``None``: the first."""
+    weight: float = 1.0
+    """How many times as much as another's it may have when there is not enough for all."""
+    limits: Limits = field(default_factory=Limits)
+    meter: Meter | None = None
+    """Counts what it uses, where it has limits."""
     space: bytes = b""
     """Its part of a namespace; empty while it shares."""
     seed: int = 0

@@ -127,6 +127,8 @@ class WorkerSpec:
     models: list[str] | None = None
     api_key: str | None = None
     kv_tokens: int | None = None
+    max_running: int | None = None
+    """Requests that each of its ranks runs at one time."""
     verify_tls: bool = True
     ca: str | None = None
     events: EventSource | None = None

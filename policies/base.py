@@ -90,6 +90,8 @@ class Target:
     """Tokens that its KV cache holds; ``None``: not known."""
     active: float = 0.0
     """Tokens of requests in flight: their prompts, and what they are expected to generate."""
+    most_running: int | None = None
+    """Requests that it runs at one time, the others wait; ``None``: not known."""
     share: float = 1.0
     """Slow start: the part of its fair share that it may take now, in (0, 1]."""
     seed: int = 0
@@ -128,6 +130,8 @@ class Request:
     """target id of the session's home, whether or not it is among the candidates; ``None`` without a session."""
     away: bool = False
     """The home serves but asked for a pause: no reason to move the session."""
+    queued: float = 0.0
+    """Seconds of prefill that wait for the home before they are sent there, and would be in front of this request."""
     siblings: int = 0
     """Other requests of the same session that run now."""
     prefix: int | None = None
@@ -357,7 +361,7 @@ def number(policy: str, option: str, value: Any, low: float, high: float) -> flo
 
 
 def _in_module(name: str) -> Any:
-    if name in ("base", "calibrate", "charged", "cost", "demand", "returns") or name.startswith("_"):
+    if name in ("admission", "base", "calibrate", "charged", "cost", "demand", "returns") or name.startswith("_"):
         return None
     try:
         module = import_module(f"policies.{name}")

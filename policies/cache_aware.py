@@ -104,6 +104,8 @@ def at_once(request: Request, fleet: Fleet, least: float | None, now: float, thr
     drag = interference(rates, prefill)
     # What is done of the work in front is no wait any more (`Target.waits`, written out: this is the hot path).
     waits = [each.wait - (done if (done := now - each.since) < each.head else each.head) for each in targets]
+    if request.queued and request.home in positions:
+        waits[positions[request.home]] += request.queued
     many = crowd(request)
     delayed = 1.0 + many * prefill
     weight = 1.0 + thrift

@@ -98,6 +98,8 @@ def terms(request: Request, target: Target, least: float | None, now: float, thr
     if least is not None and request.home != target.id:
         placement = min(homed(request, target) - least, placement_bound(rates, tokens))
     wait = target.waits(now)
+    if request.queued and target.id == request.home:
+        wait += request.queued
     if target.share < 1.0:
         wait += (1.0 / target.share - 1.0) * (prefill + wait + turn(rates))
     drag = target.busy * interference(rates, prefill) if target.busy else 0.0

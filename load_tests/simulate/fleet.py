@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from math import inf
 from random import Random
 
+from load_tests.simulate.admitting import Admitting, Refused
 from load_tests.simulate.cache import Move
 from load_tests.simulate.conditions import Change, Conditions, Fate
 from load_tests.simulate.engine import Engine, Options, Work
@@ -19,6 +20,9 @@ from load_tests.simulate.places import Reported, Sent
 from load_tests.simulate.router import Router
 from load_tests.simulate.traffic import Chain, Traffic, Turn
 from policies.base import Policy
+
+PUMP = 0.02
+"""Seconds between two looks at what waits, while anything does."""
 
 
 class BadTraffic(ValueError):
@@ -61,7 +65,8 @@ class Outcome:
     prefill: int = 0
     """So many of the engines only compute prompts; 0: all do both."""
     asked: list[Asked] = field(default_factory=list)
-    """In order of arrival."""
+    """In the order in which they were sent: that of arrival, where nobody waits for admission."""
+    refused: list[Refused] = field(default_factory=list)
     seconds: float = 0.0
     """Virtual time until the last answer."""
 
@@ -79,8 +84,12 @@ class Simulation:
         seed: int = 0,
         conditions: Conditions | None = None,
         learn: bool = True,
+        admitting: Admitting | None = None,
     ) -> None:
+        """``admitting``: the queue in front of the fleet; without one every request is sent when it arrives."""
         self.conditions = conditions = conditions or Conditions()
+        self.admitting = admitting
+        self._pumps = False
         if workers < 1 or not 0 <= conditions.prefill < max(workers, 1):
             raise ValueError(
                 f"workers must be at least 1, and some must be left to generate, not {workers} and {conditions.prefill}"
@@ -138,7 +147,8 @@ class Simulation:
                 done += ended
                 tick(done)
         policy = self.routers[0].policy.name
-        return Outcome(policy, self.engines, self.routers, self.conditions.prefill, self._asked, now)
+        refused = [] if self.admitting is None else self.admitting.refused
+        return Outcome(policy, self.engines, self.routers, self.conditions.prefill, self._asked, refused, now)
 
     def _at(self, at: float, happens: Callable[[float], int]) -> None:
         self._order += 1
@@ -158,11 +168,41 @@ class Simulation:
     def _arrive(self, place: int, number: int, now: float) -> int:
         chain = self.traffic.chains[place]
         router = self.routers[0] if len(self.routers) == 1 else self._random.choice(self.routers)
-        sent = router.send(chain.turns[number], chain.session if self.conditions.named else None, now)
-        asked = Asked(chain, place, number, now, router, sent, sent.target)
+        name = chain.session if self.conditions.named else None
+        if self.admitting is None:
+            self._dispatch(place, number, router, router.send(chain.turns[number], name, now), now, now)
+            return 0
+        sent = self.admitting.arrives(router, place, number, chain, name, now)
+        if sent is not None:
+            self._dispatch(place, number, router, sent, now, now)
+        self._pump_later(now)
+        return 0
+
+    def _dispatch(self, place: int, number: int, router: Router, sent: Sent, arrived: float, now: float) -> None:
+        asked = Asked(self.traffic.chains[place], place, number, arrived, router, sent, sent.target)
         self._asked.append(asked)
         self._submit(asked, now)
-        return 0
+
+    def _pump(self, now: float) -> None:
+        """Send what can be sent of what waits."""
+        if self.admitting is not None:
+            while (left := self.admitting.leaves(now)) is not None:
+                owner, sent = left
+                self._dispatch(owner.place, owner.number, owner.router, sent, owner.arrived, now)
+            self._pump_later(now)
+
+    def _pump_later(self, now: float) -> None:
+        """What passes of the work in front of targets makes room too."""
+        if self.admitting is None or not len(self.admitting.queue) or self._pumps:
+            return
+        self._pumps = True
+
+        def pump(now: float) -> int:
+            self._pumps = False
+            self._pump(now)
+            return 0
+
+        self._at(now + PUMP, pump)
 
     def _submit(self, asked: Asked, now: float) -> None:
         turn = asked.asks
@@ -217,6 +257,8 @@ class Simulation:
             else:
                 self._transfer(work.owner, work, now)
         self._run(worker, now)
+        if begun or ended:
+            self._pump(now)
         return done
 
     def _transfer(self, asked: Asked, work: Work, now: float) -> None:
@@ -243,6 +285,8 @@ class Simulation:
         if asked.decoder is None:
             asked.cached = work.cached or 0
         asked.router.ended(asked.sent, asked.cached, now)
+        if self.admitting is not None:
+            self.admitting.ended(asked.sent, asked.asks.output)
         following = asked.turn + 1
         for place in self._followers.get((asked.place, asked.turn), ()):
             self._next(place, 0, now)

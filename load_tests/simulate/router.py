@@ -7,8 +7,9 @@ an engine's cache.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -33,6 +34,16 @@ FIRST_SHARE = 0.1
 
 REUSED = 0.02
 """Weight of one request in the share of tokens that were found cached."""
+
+
+class Looked(NamedTuple):
+    """A request with what would be chosen for it."""
+
+    request: Asking
+    session: Session | None
+    symbols: bytes
+    depths: Mapping[int, int]
+    choice: Choice
 
 
 class Router:
@@ -63,6 +74,7 @@ class Router:
         self._prefill = conditions.prefill
         for place in self.places:
             place.room = options.kv_tokens
+            place.most_running = options.max_running
             if conditions.prefill:
                 place.role = Role.PREFILL if place.id < conditions.prefill else Role.DECODE
         self.beliefs = Beliefs(workers, options, told, answers)
@@ -84,9 +96,12 @@ class Router:
 
     def send(self, turn: Turn, name: str | None, now: float) -> Sent:
         """Choose a target for a request of the session ``name``, and commit the choice."""
+        return self.commit(self.look(turn, name, now), now)
+
+    def look(self, turn: Turn, name: str | None, now: float, queued: float = 0.0) -> Looked:
+        """What would be chosen for a request of the session ``name``; ``queued``: as `Request` has it."""
         policy = self._decides
-        request = Asking(draw=self._random.getrandbits(64), ordinal=self._ordinal, turn=turn, name=name)
-        self._ordinal += 1
+        request = Asking(draw=self._random.getrandbits(64), ordinal=self._ordinal, turn=turn, name=name, queued=queued)
         session = self._session(name, now) if name is not None and policy.needs_session else None
         if session is not None:
             request.session, request.home, request.siblings = session.hash, session.home, session.running
@@ -94,7 +109,15 @@ class Router:
         computing = self.fleet.targets if self.fleet.prefill is None else self.fleet.prefill.targets
         request.crowd, request.turns = self.demand.crowd(len(computing), now), self.demand.turns
         symbols, depths = self.beliefs.match(request, turn, session, now) if policy.needs_prefix else (b"", {})
-        choice = policy.choose(request, self.fleet, now)
+        return Looked(request, session, symbols, depths, policy.choose(request, self.fleet, now))
+
+    def commit(self, looked: Looked, now: float) -> Sent:
+        """Make a choice true."""
+        policy = self._decides
+        request, session, symbols, depths, choice = looked
+        turn = request.turn
+        assert turn is not None, "made by `look`"
+        self._ordinal += 1
         generates = self.places[choice.target.id]
         place = generates if choice.prefill is None else self.places[choice.prefill.id]
         reasons = self.decisions.reasons

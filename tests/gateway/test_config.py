@@ -186,9 +186,6 @@ def test_what_is_wrong_with_pairs_is_told_with_the_cure(text: str, key: str, cur
         "models: {m: {template: /t.jinja}}",
         "discovery: {source: kubernetes}",
         "tenants: [{name: a, keys: [k], shadow: {policy: random, share: 0.1}}]",
-        "tenants: [{name: a, keys: [k], limits: {concurrency: 64}}]",
-        "tenants: [{name: a, keys: [k], priority: bulk}]",
-        "admission: {queue: 5000, deadline: 60s}",
         "replicas: {processes: 4}",
     ],
 )

@@ -1,0 +1,160 @@
+"""What tenants use, against what they are granted: requests, prompt tokens and computed tokens in any minute, and how many at
+once.
+
+A minute slides: it is sixty seconds that are counted one by one, so that in no minute more is granted than the limit, and how
+long to wait is known to the second. Tokens are counted as estimated when a request comes and put right by what its engine
+reports. Counts belong to a tenant's name, not to its configuration: they outlive a change of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.errors import RateLimited
+
+SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant is granted; ``None``: as much as it likes."""
+
+    requests_per_minute: int | None = None
+    prompt_tokens_per_minute: int | None = None
+    computed_tokens_per_minute: int | None = None
+    concurrency: int | None = None
+
+
+class Minute:
+    """A sum over the last sixty seconds."""
+
+    __slots__ = ("_last", "_slots", "total")
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._slots = [0.0] * SECONDS
+        self._last = 0
+
+    def _slide(self, now: float) -> None:
+        second = int(now)
+        passed = second - self._last
+        if passed <= 0:
+            return
+        if passed >= SECONDS:
+            self._slots = [0.0] * SECONDS
+            self.total = 0.0
+        else:
+            for at in range(self._last + 1, second + 1):
+                self.total -= self._slots[at % SECONDS]
+                self._slots[at % SECONDS] = 0.0
+        self._last = second
+
+    def add(self, amount: float, now: float) -> None:
+        """Count ``amount``, which may be less than nothing to put a count right."""
+        self._slide(now)
+        at = self._last % SECONDS
+        amount = max(amount, -self.total)
+        self._slots[at] += amount
+        self.total += amount
+
+    def wait(self, amount: float, limit: float, now: float) -> float:
+        """Seconds until ``amount`` more would be within ``limit``; 0: it is. What is larger than the limit fits once nothing
+        else is counted."""
+        self._slide(now)
+        spare = max(limit - amount, 0.0)
+        if self.total <= spare:
+            return 0.0
+        left = self.total
+        for passed in range(1, SECONDS):
+            # The oldest second goes first.
+            left -= self._slots[(self._last + passed) % SECONDS]
+            if left <= spare + 1e-9:
+                return self._last + passed - now
+        return self._last + SECONDS - now
+
+
+class Meter:
+    """Of one tenant. Times are seconds on the gateway's clock."""
+
+    __slots__ = ("computed", "limits", "prompt", "requests", "running", "tenant")
+
+    def __init__(self, tenant: str, limits: Limits) -> None:
+        self.tenant = tenant
+        self.limits = limits
+        self.running = 0
+        """Requests that were sent and did not end."""
+        self.requests = Minute()
+        self.prompt = Minute()
+        self.computed = Minute()
+
+    @property
+    def free(self) -> bool:
+        """Whether one more may run."""
+        most = self.limits.concurrency
+        return most is None or self.running < most
+
+    def comes(self, now: float) -> None:
+        """A request comes. Raises `RateLimited` if it is one too many, and does not count it then."""
+        most = self.limits.requests_per_minute
+        if most is not None:
+            self._check(self.requests, 1, most, "requests", now)
+            self.requests.add(1, now)
+
+    def asks(self, tokens: int, computed: int, now: float) -> None:
+        """It has so many prompt tokens, of which so many will have to be computed. Raises `RateLimited`, and counts nothing
+        then, if they are too many."""
+        limits = self.limits
+        if limits.prompt_tokens_per_minute is not None:
+            self._check(self.prompt, tokens, limits.prompt_tokens_per_minute, "prompt tokens", now)
+        if limits.computed_tokens_per_minute is not None:
+            self._check(self.computed, computed, limits.computed_tokens_per_minute, "computed tokens", now)
+            self.computed.add(computed, now)
+        if limits.prompt_tokens_per_minute is not None:
+            self.prompt.add(tokens, now)
+
+    def corrects(self, tokens: int, computed: int, now: float) -> None:
+        """There were so many more, or fewer, than `asks` was told."""
+        if self.limits.prompt_tokens_per_minute is not None:
+            self.prompt.add(tokens, now)
+        if self.limits.computed_tokens_per_minute is not None:
+            self.computed.add(computed, now)
+
+    def _check(self, minute: Minute, amount: float, limit: float, what: str, now: float) -> None:
+        wait = minute.wait(amount, limit, now)
+        if wait > 0:
+            raise RateLimited(
+                f"this key is granted {limit:g} {what} a minute: try again in {wait:.0f} s",
+                retry_after=max(1.0, wait),
+                tenant=self.tenant,
+                limit=what.replace(" ", "_"),
+            )
+
+
+class Meters:
+    """Of all tenants that have limits, by name: as many as the configuration names."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Meter] = {}
+
+    def of(self, tenant: str, limits: Limits) -> Meter | None:
+        """The tenant's meter with these limits, which goes on with what it counted; ``None`` where nothing is limited."""
+        if limits == Limits():
+            return None
+        meter = self._of.get(tenant)
+        if meter is None:
+            meter = self._of[tenant] = Meter(tenant, limits)
+        meter.limits = limits
+        return meter
+
+    def get(self, tenant: str) -> Meter | None:
+        """The tenant's meter, if it has limits."""
+        return self._of.get(tenant)
+
+    def all(self) -> list[tuple[str, Meter]]:
+        """Names and meters."""
+        return list(self._of.items())
+
+    def keep(self, names: set[str]) -> None:
+        """Forget the tenants that are not among ``names`` and have nothing running."""
+        for name in [name for name, meter in self._of.items() if name not in names and not meter.running]:
+            del self._of[name]
