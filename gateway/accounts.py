@@ -205,6 +205,9 @@ class Accounts:
     def examining(self, exchange: Exchange) -> None:
         """Its answer begins, and its body would go: what is kept of it."""
         gateway, ask = self.gateway, exchange.ask
+        if gateway.pressure.rung:
+            gateway.metrics.pressure_skipped.add(("doctor",))
+            return
         if ask.new_session and ask.prompt is not None and gateway.roots is not None and exchange.status < 300:
             incoming = exchange.incoming
             salt = gateway.inserts.salt(ask) if ask.tenant.isolated else None

@@ -119,7 +119,7 @@ class AdminSite:
 
     async def healthz(self, request: web.Request) -> web.Response:
         """The process lives."""
-        return _json({"status": "ok"})
+        return _json({"status": "ok", "pressure": self.running.gateway.pressure.told()})
 
     async def readyz(self, request: web.Request) -> web.Response:
         """It can serve."""

@@ -31,6 +31,7 @@ from gateway.errors import (
     Forbidden,
     Internal,
     NotFound,
+    Overloaded,
     RateLimited,
     WorkerFault,
     WrongMethod,
@@ -50,6 +51,7 @@ from gateway.opened import CLOSE, OPEN, Opened, OpenSessions
 from gateway.own import MODELS, SESSIONS, Own
 from gateway.pairs import Pairs
 from gateway.preparing import Mode, Preparing, Unrendered, ids_of
+from gateway.pressure import Limits, Pressure, Rung, logged
 from gateway.records import Recorder
 from gateway.roots import Roots
 from gateway.routing import Routing, draw_of
@@ -57,6 +59,7 @@ from gateway.sessions import Sessions
 from gateway.tenants import Tenant, Tenants
 from gateway.workers import Target, Worker
 from kv_index.index import PrefixIndex
+from policies.base import load as load_policy
 
 log = logging.getLogger("warmroute")
 
@@ -92,6 +95,7 @@ class Gateway:
         labels: bool = False,
         secure: bool = False,
         queueing: Queueing | None = None,
+        pressure: Pressure | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.clock = monotonic
@@ -103,6 +107,8 @@ class Gateway:
         self.meters = Meters()
         self.measure(tenants)
         self.admission = Admission(self, queueing or Queueing())
+        self.pressure = pressure or Pressure(Limits())
+        self.pressure.moved = self._pressed
         self.options = options
         self.routing = Routing(fleet, sessions, index, metrics, options)
         self.routing.policies = {each.name: each.policy for each in tenants.all() if each.policy is not None}
@@ -112,6 +118,8 @@ class Gateway:
         self.pairs = Pairs(self, pairs or Disaggregation())
         self.preparing: set[Preparing] = set()
         self._default = options.default()
+        self._relief = load_policy("session", {"fallback": "least_load"})
+        """What routes under pressure."""
         self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
         """No policy here wants prompts."""
         self.limits_in = limits_in or Inward()
@@ -214,6 +222,8 @@ class Gateway:
         self, incoming: Incoming, client: Inbound, dialect: Dialect, route: Route, request_id: bytes, started: float
     ) -> None:
         tenant = self.tenants.of(incoming.named)
+        if self.pressure.rung >= Rung.BULK:
+            self._spare(tenant)
         if tenant.meter is not None:
             tenant.meter.comes(started)
         steps: tuple[str, ...] = ()
@@ -244,6 +254,17 @@ class Gateway:
                 return
             ids = made
         self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+
+    def _spare(self, tenant: Tenant) -> None:
+        """The gateway is short of time or memory. Raises `Overloaded` for whom it has none."""
+        if self.pressure.rung is Rung.ALL or self.admission.levels.get(tenant.priority or "", 0):
+            self.metrics.pressure_skipped.add(("request",))
+            raise Overloaded("the gateway itself is under pressure", retry_after=2, reason="pressure")
+
+    def _pressed(self, before: Rung, after: Rung, why: str) -> None:
+        """A step up or down the ladder."""
+        logged(before, after, why)
+        self.routing.relief = self._relief if after >= Rung.PREFIX else None
 
     def _turn(
         self,
@@ -322,6 +343,9 @@ class Gateway:
         policy = tenant.policy or self.options.policies.get(name or "") or self._default
         if mode is None or not policy.needs_prefix:
             return None
+        if self.pressure.rung >= Rung.TOKENS:
+            self._by_text(reading, "pressure")
+            return None
         if reading.model is not None:
             # Before anything is done for it.
             tenant.check_model(reading.model)
@@ -386,7 +410,8 @@ class Gateway:
             return reading
         # What is recorded has to be read even where no policy wants it.
         recording = self.recorder is not None and not self.recorder.over
-        return dialect.read(route, incoming.body, self._light and not recording)
+        light = self._light or self.routing.relief is not None
+        return dialect.read(route, incoming.body, light and not recording)
 
     def dry_run(
         self, path: bytes, body: bytes, named: Mapping[bytes, bytes], draw: int, ids: bytes | None = None

@@ -59,6 +59,26 @@ class MetricsAddress:
 
 
 @dataclass(slots=True)
+class HealthAddress:
+    """An address for liveness and readiness probes, answered by a thread of its own."""
+
+    host: str = "0.0.0.0"
+    port: int = 8082
+    stalled: Seconds = 30.0
+    """Without a turn of the event loop for so long, ``/healthz`` says that the process is to be restarted."""
+
+
+@dataclass(slots=True)
+class PressureConfig:
+    """When the gateway itself is short of time or memory, it leaves out what can be left out, and at last refuses requests."""
+
+    lag: Seconds = 0.05
+    """By which its event loop may wake too late, on average over a second."""
+    memory: Bytes | None = None
+    """That the process may have; if not given: nine tenths of what its control group or machine has."""
+
+
+@dataclass(slots=True)
 class Restore:
     """What it takes to bring a thousand tokens' KV back to the device, until it is learned."""
 
@@ -345,6 +365,8 @@ class Config:
     listen: Listen = field(default_factory=Listen)
     admin: Admin = field(default_factory=Admin)
     metrics: MetricsAddress | None = None
+    health: HealthAddress | None = None
+    pressure: PressureConfig = field(default_factory=PressureConfig)
     policy: str = "cache_aware"
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Named sets of options: ``{name: policy, option: value, ...}``."""

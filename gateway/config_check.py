@@ -60,6 +60,14 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     ports = {"listen.port": config.listen.port, "admin.port": config.admin.port}
     if config.metrics is not None:
         ports["metrics.port"] = config.metrics.port
+    if config.health is not None:
+        ports["health.port"] = config.health.port
+        if config.health.stalled < 1:
+            wrong("health.stalled", "must be at least 1s: a busy process is not a dead one")
+    if config.pressure.memory is not None and config.pressure.memory <= 0:
+        wrong("pressure.memory", "must be more than 0")
+    if config.pressure.lag <= 0:
+        wrong("pressure.lag", "must be more than 0")
     for where, port in ports.items():
         if not 0 <= port <= 65535:
             wrong(where, f"{port} is not a port: 1 to 65535, or 0 for any free one")

@@ -30,6 +30,17 @@ def _of_queue(gateway: Gateway) -> list[Gauge]:
 
     return [
         Gauge(
+            "warmroute_pressure_rung",
+            "What the gateway leaves out for want of time or memory: 0 nothing, 1 optional work, 2 token ids, 3 prefixes, "
+            "4 refuses all but the first priority, 5 refuses every new request.",
+            lambda: [((), float(gateway.pressure.rung))],
+        ),
+        Gauge(
+            "warmroute_event_loop_lag_average_seconds",
+            "How late the event loop wakes, on average over a second.",
+            lambda: [((), gateway.pressure.lag)],
+        ),
+        Gauge(
             "warmroute_queue_requests",
             "Requests that wait because everybody who could serve them is full, or their tenant has as many running as it may.",
             lambda: summed(lambda level: level.requests),

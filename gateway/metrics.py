@@ -367,6 +367,11 @@ class Metrics:
             "Requests that were not let in, by why: no room, no time, no worker.",
             ("tenant", "priority", "reason"),
         )
+        self.pressure_skipped = Counter(
+            "warmroute_pressure_skipped",
+            "What the gateway left out because it was short of time or memory itself: doctor, request (refused).",
+            ("what",),
+        )
         self.limited = Counter(
             "warmroute_tenant_limited", "Requests over what their tenant is granted, by what.", ("tenant", "limit")
         )

@@ -49,6 +49,8 @@ class Routing:
         self.holdings = Holdings(fleet, index, options, self.models)
         self._default = options.default()
         self.offers = Offers()
+        self.relief: Policy | None = None
+        """What chooses in place of policies that ask the index, while the gateway has no time for that."""
         self.policies: dict[str, Policy] = {}
         """Tenant -> its own policy."""
         self.pins = Pins()
@@ -115,6 +117,8 @@ class Routing:
         if tenant.models is not None:
             self._check_model(tenant, reading, model)
         policy = tenant.policy or (model.policy if model is not None else self._default)
+        if self.relief is not None and policy.needs_prefix:
+            policy = self.relief
         ask = Ask(tenant, model, policy, reading)
         request = ask.request
         request.draw = draw
@@ -139,7 +143,7 @@ class Routing:
                     carried = self._carried_home(ask.session, found.carried.home, model, dry)
         if ids is None and policy.needs_prefix and reading.ids is not None:
             ids = reading.ids()
-        if policy.needs_prefix or ask.session is None:
+        if policy.needs_prefix or (ask.session is None and self.relief is None):
             # A prompt that is given as ids is those ids.
             given = ids if reading.ids is not None else None
             ask.prompt = reading.make_prompt(model.thinking) if given is None else Prompt([given], [])

@@ -25,16 +25,18 @@ from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
 from gateway.fleet import Fleet
+from gateway.health import Health
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
 from gateway.keeping import Keeper
 from gateway.lifecycle import Lifecycle
-from gateway.meters import Limits
+from gateway.meters import Limits as TenantLimits
 from gateway.metrics import Metrics
 from gateway.moving import Moving
 from gateway.opened import OpenSessions
 from gateway.preparing import Engines, Mode, Pool
+from gateway.pressure import BEAT, Limits, Pressure, Pulse, allowed, resident
 from gateway.probe import Probe
 from gateway.prompt import Thinking
 from gateway.recording import File, Unrecordable
@@ -108,7 +110,11 @@ class Running:
             labels=config.sessions.labels,
             secure=config.listen.tls is not None,
             queueing=make_queueing(config),
+            pressure=Pressure(Limits(config.pressure.lag, config.pressure.memory or allowed())),
         )
+        self.pulse = Pulse()
+        health = config.health
+        self.health = None if health is None else Health(self.pulse, health.host, health.port, health.stalled)
         self.probe = Probe(
             self.fleet,
             self._described,
@@ -153,6 +159,7 @@ class Running:
         self._listener: asyncio.Server | None = None
         self._upkeep: asyncio.Task[None] | None = None
         self._examines: asyncio.Task[None] | None = None
+        self._beats: asyncio.Task[None] | None = None
         self._audited: dict[str, list[str]] = {}
         self._evicted: dict[int, int] = {}
         self._observe_at = monotonic() + OBSERVE
@@ -182,6 +189,9 @@ class Running:
         )
         self.port = self._listener.sockets[0].getsockname()[1]
         await self.admin.start()
+        if self.health is not None:
+            self.health.start()
+        self._beats = loop.create_task(self._beat(), name="beat")
         if self.keeper is not None:
             self.keeper.start()
         await self.probe.start()
@@ -225,7 +235,10 @@ class Running:
             await self.keeper.stop()
         await self.probe.stop()
         await self.subscriptions.stop()
-        for task in (self._upkeep, self._examines):
+        if self.health is not None:
+            # Joining the thread is a moment's wait: it has nothing to end but its listener.
+            await asyncio.to_thread(self.health.stop)
+        for task in (self._upkeep, self._examines, self._beats):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -247,6 +260,21 @@ class Running:
             raise ConfigError([Problem(None, "recording.file", str(error))]) from None
         self.gateway.recorder = Recorder(file, wanted.share, self.metrics, self.gateway.defect)
         await self.gateway.recorder.start()
+
+    async def _beat(self) -> None:
+        """Feel the event loop's pulse."""
+        clock, pressure, pulse = self.gateway.clock, self.gateway.pressure, self.pulse
+        memory_at = 0.0
+        while True:
+            expected = clock() + BEAT
+            await asyncio.sleep(BEAT)
+            now = pulse.at = clock()
+            memory = None
+            if now >= memory_at:
+                memory, memory_at = resident(), now + 1.0
+                pulse.ready = self.gateway.own.readiness()[0]
+                pulse.told = {"pressure": pressure.told()}
+            pressure.beat(max(0.0, now - expected), memory, now)
 
     async def _tick(self) -> None:
         clock = self.gateway.clock
@@ -489,7 +517,7 @@ def make_tenants(config: Config) -> Tenants:
             canonical=frozenset(each.canonical),
             priority=each.priority,
             weight=each.weight,
-            limits=Limits(**asdict(each.limits)),
+            limits=TenantLimits(**asdict(each.limits)),
         )
         pairs += [(str(key), tenant) for key in each.keys]
     return Tenants(pairs, Tenant(ANONYMOUS) if config.anonymous or not pairs else None)
