@@ -65,6 +65,7 @@ class Accounts:
         gateway = self.gateway
         target = charge.target
         gateway.fleet.first_byte(charge)
+        target.record.began(exchange.first_at - exchange.sent_at, charge.expected)
         ask = exchange.ask
         legs = exchange.legs
         if legs is not None:

@@ -238,6 +238,7 @@ class AdminSite:
                     "homes": target.homes,
                     "share": target.share,
                     "breaker": target.breaker.state,
+                    "breaker_reason": target.breaker.reason,
                     "holding_pages": self.running.index.radix.pages(target.id),
                     "capacity_pages": self.running.index.radix.capacity(target.id),
                     "evicted_pages": self.running.index.radix.evicted(target.id),

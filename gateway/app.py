@@ -158,6 +158,7 @@ class Gateway:
         self._own = {b"/healthz": self.own.healthz, b"/readyz": self.own.readyz, MODELS: self.own.models}
         self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
         self.metrics.gauges += gauges(self)
+        fleet.put_out = self._put_out
 
     def measure(self, tenants: Tenants) -> None:
         """Give ``tenants`` their meters: those that go by a name already go on."""
@@ -450,6 +451,17 @@ class Gateway:
             self.metrics.breakers.add((self.label(target),))
             log.warning("breaker of %s opened: %s", target.name, fault.message)
         self.fleet.connection_failed(target.worker, fault)
+
+    def _put_out(self, target: Target, reason: str, spared: bool) -> None:
+        """It does far worse than its peers."""
+        counter = self.metrics.spared if spared else self.metrics.put_out
+        counter.add((self.label(target), reason))
+        log.warning(
+            "%s does far worse than its peers (%s): %s",
+            target.name,
+            reason,
+            "it stays in use, half of them are out" if spared else "it is left alone for a while",
+        )
 
     def worker_full(self, target: Target, fault: Backpressure, now: float) -> None:
         """A worker said it is full: leave it alone for as long as it asks, or a moment."""

@@ -1,7 +1,9 @@
 """Circuit breaker of one target.
 
-Closed -> open after ``threshold`` faults in a row -> half open after a pause that doubles with every failed trial -> one
-trial: closed again, or open for longer. Backpressure and clients' faults are not told to it.
+Closed -> open after ``threshold`` faults in a row -> half open after a pause -> one trial: closed again, or open for longer.
+The pause doubles with every opening, and is short again only once the target has served for ``calm`` seconds: one that fails
+anew after each good trial is left alone for longer and longer too. Whoever does far worse than its peers is put out the same
+way, and comes back by a trial. Backpressure and clients' faults are not told to it.
 """
 
 from dataclasses import dataclass
@@ -14,13 +16,18 @@ class Breaker:
     threshold: int = 5
     pause: float = 5.0
     longest: float = 60.0
+    calm: float = 60.0
     faults: int = 0
     """In a row."""
     openings: int = 0
-    """In a row, without a success between."""
+    """Of late: without `calm` between them."""
     open_until: float | None = None
+    reason: str | None = None
+    """Why it is open: ``faults`` in a row, or how it is worse than its peers; ``None``: it is not."""
     trying: bool = False
     """The one trial of the half-open state is under way."""
+    _last: float | None = None
+    """When its last pause was over."""
 
     def allows(self, now: float) -> bool:
         """Whether a request may be sent."""
@@ -36,8 +43,8 @@ class Breaker:
     def succeeded(self) -> bool:
         """A request was answered; true if that closed the breaker."""
         changed = self.open_until is not None
-        self.faults = self.openings = 0
-        self.open_until = None
+        self.faults = 0
+        self.open_until = self.reason = None
         self.trying = False
         return changed
 
@@ -46,10 +53,20 @@ class Breaker:
         self.faults += 1
         if not self.trying and (self.open_until is not None or self.faults < self.threshold):
             return False
-        self.trying = False
-        self.open_until = now + min(self.longest, self.pause * 2**self.openings)
-        self.openings = min(self.openings + 1, 10)
+        self._open(now, self.pause, self.longest, "faults" if self.reason is None else self.reason)
         return True
+
+    def put_out(self, now: float, pause: float, longest: float, reason: str) -> None:
+        """It does worse than its peers, by ``reason``: it is left alone for ``pause`` seconds, for longer each time."""
+        self._open(now, pause, longest, reason)
+
+    def _open(self, now: float, pause: float, longest: float, reason: str) -> None:
+        if self._last is not None and now - self._last > self.calm:
+            self.openings = 0
+        self.trying = False
+        self.reason = reason
+        self.open_until = self._last = now + min(longest, pause * 2**self.openings)
+        self.openings = min(self.openings + 1, 10)
 
     def undecided(self) -> None:
         """The trial ended without telling anything (its client left): another may be made."""

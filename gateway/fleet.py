@@ -20,6 +20,7 @@ from gateway.workers import Charge, Facts, Load, ServedModel, State, Target, Wor
 from policies.base import Fleet as View, Rates, Role, Target as Seen
 from policies.calibrate import Calibration
 from policies.cost import EXPECTED_OUTPUT
+from policies.outliers import Record, outliers
 
 SLOW_START = 30.0
 """Seconds in which a cold worker works its way up to its fair share."""
@@ -31,7 +32,14 @@ KNOWN = 3600.0
 WHEEL = 20
 """Slots a second in which estimates end."""
 RISE = 2
-"""Probes in a row after which it is ready again."""
+"""Probes in a row after which it is ready again; twice as many for each time that it went down of late."""
+MOST_RISE = 32
+FORGOTTEN = 300.0
+"""Seconds after which having gone down counts for half."""
+JUDGE = 5.0
+"""Seconds between two comparisons of targets with their peers."""
+OUT, LONGEST_OUT = 30.0, 300.0
+"""Seconds for which one that does far worse is put out, doubled each time, and the most of that."""
 
 
 class Fleet:
@@ -67,6 +75,9 @@ class Fleet:
         """Slot of `WHEEL` -> unstreamed requests whose prefill is over by then, as far as can be estimated."""
         self._settled = 0
         self._started = clock()
+        self._judge_at = self._started + JUDGE
+        self.put_out: Callable[[Target, str, bool], None] = lambda target, reason, spared: None
+        """Told of each target that does far worse than its peers, whether it is put out or ``spared``."""
 
     # -- membership -------------------------------------------------------------------------------------------------
 
@@ -175,6 +186,9 @@ class Fleet:
                 target.breaker.succeeded()
         self.changed()
         if state is State.DOWN:
+            now = self.clock()
+            worker.falls = 1.0 + worker.falls * 0.5 ** ((now - worker.fell) / FORGOTTEN)
+            worker.fell = now
             # What it holds is not forgotten yet: the same process may come back with it.
             worker.pool.close_idle()
             self.went_down(worker)
@@ -307,13 +321,14 @@ class Fleet:
         if trial:
             self._views.clear()
         seconds = target.rates.prefill(uncached, context) if computes else 0.0
-        charge = Charge(target, seconds, uncached, context, trial, uncached + context + EXPECTED_OUTPUT)
+        now = self.clock()
+        active, expected = uncached + context + EXPECTED_OUTPUT, target.waits(now) + seconds
+        charge = Charge(target, seconds, uncached, context, trial, active, expected)
         charge.alone = not target.running and not target.foreign
         target.running += 1
         target.active += charge.active
         if not computes:
             return charge
-        now = self.clock()
         target.charge(charge, seconds, now)
         if not streamed:
             due = int((now + target.waits(now)) * WHEEL) + 1
@@ -364,11 +379,13 @@ class Fleet:
         """A request was answered as it should be."""
         target.worker.failures = 0
         target.worker.answered += 1
+        target.record.answered += 1.0
         if (target.breaker.faults or target.breaker.open_until is not None) and target.breaker.succeeded():
             self._views.clear()
 
     def failed(self, target: Target, now: float) -> bool:
         """A worker's fault; true if it opened the breaker."""
+        target.record.faults += 1.0
         if target.breaker.failed(now):
             self._views.clear()
             return True
@@ -380,6 +397,7 @@ class Fleet:
             return
         worker.failures += 1
         if worker.failures >= FALL and worker.state is State.READY:
+            worker.silenced = False
             self.set_state(worker, State.DOWN, "connections refused")
         elif worker.failures == FALL and worker.state is State.DRAINING:
             self.went_down(worker)
@@ -419,6 +437,9 @@ class Fleet:
     def sweep(self, now: float) -> None:
         """Once a second: breakers that may be tried, pauses that end, slow starts, idle connections."""
         self.settle_estimates(now)
+        if now >= self._judge_at:
+            self._judge_at = now + JUDGE
+            self._judge(now)
         stale = False
         for worker in self.workers.values():
             worker.pool.sweep(now)
@@ -438,6 +459,47 @@ class Fleet:
                         target.paused_until = 0.0
         if stale:
             self._views.clear()
+
+    def _judge(self, now: float) -> None:
+        """Compare targets with those that do the same: who does far worse is put out for a while."""
+        pools: dict[tuple[object, ...], list[Target]] = {}
+        for worker in self.ready():
+            served = tuple(sorted(model.name for model in worker.facts.models))
+            for target in worker.targets:
+                pools.setdefault((target.role, served), []).append(target)
+        for pool in pools.values():
+            judged = {target.id: target.record for target in pool}
+            out = sum(target.breaker.open_until is not None for target in pool)
+            worse, spared = outliers(judged, out)
+            for id_, reason in worse:
+                target = self.targets[id_]
+                if target.breaker.open_until is None:
+                    target.breaker.put_out(now, OUT, LONGEST_OUT, reason)
+                    # It comes back with a clean record, or it would never.
+                    target.record = Record()
+                    self._views.clear()
+                    self.put_out(target, reason, False)
+            for id_, reason in spared:
+                self.put_out(self.targets[id_], reason, True)
+            for target in pool:
+                target.record.fade()
+
+    def doubts(self, worker: Worker) -> bool:
+        """Whether probes that ``worker`` does not answer are to be doubted: they would take out more than half of those that
+        do what it does, which is more likely to be our network, or our probes, than all of them."""
+        served = {model.name for model in worker.facts.models}
+        peers = [
+            each
+            for each in self.workers.values()
+            if each.role is worker.role and served == {model.name for model in each.facts.models}
+        ]
+        silent = sum(each.state is State.DOWN and each.silenced for each in peers if each is not worker)
+        return len(peers) > 2 and 2 * (silent + 1) > len(peers)
+
+    def rise(self, worker: Worker) -> int:
+        """Probes in a row after which it is ready again."""
+        falls = float(worker.falls * 0.5 ** ((self.clock() - worker.fell) / FORGOTTEN))
+        return min(MOST_RISE, RISE << max(0, round(falls) - 1))
 
 
 def _awake(able: list[Target], now: float) -> list[Target]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gateway.fleet import FALL
 from gateway.metrics import Gauge
 from gateway.workers import State
 from kv_index.groups import Tier
@@ -75,6 +76,17 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
             "Estimated prefill work in front of a new request.",
             lambda: [((t.name,), t.waits(gateway.fleet.clock())) for t in targets.values()],
             ("target",),
+        ),
+        Gauge(
+            "warmroute_target_breaker",
+            "1 while the target's breaker is open, by why: faults in a row, or errors or latency far above its peers'.",
+            lambda: [((t.name, t.breaker.reason), 1.0) for t in targets.values() if t.breaker.reason is not None],
+            ("target", "reason"),
+        ),
+        Gauge(
+            "warmroute_workers_doubted",
+            "Workers that do not answer their probes and are used all the same, because most of their peers do not either.",
+            lambda: [((), sum(w.state is State.READY and w.failures >= FALL for w in gateway.fleet.workers.values()))],
         ),
         Gauge(
             "warmroute_target_homes",

@@ -295,6 +295,16 @@ class Metrics:
         )
         self.aborts = Counter("warmroute_client_aborts", "Clients that left, by phase.", ("phase",))
         self.breakers = Counter("warmroute_breaker_openings", "Circuit breakers opened.", ("target",))
+        self.put_out = Counter(
+            "warmroute_target_put_out",
+            "Targets that did far worse than their peers and were left alone for a while, by what.",
+            ("target", "reason"),
+        )
+        self.spared = Counter(
+            "warmroute_target_spared",
+            "Targets that did far worse than their peers but are in use, because half of them are out already.",
+            ("target", "reason"),
+        )
         self.overhead = Histogram(
             "warmroute_overhead_seconds",
             "From the request's last byte to its being sent to a worker.",

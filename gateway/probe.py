@@ -15,7 +15,7 @@ import aiohttp
 from gateway.disagg import BOOTSTRAP_PORT, mooncake
 from gateway.engines import Answer, Engine, all_engines
 from gateway.errors import Malformed, NoConnection, Refused, Stalled, Unresolved, WorkerFault
-from gateway.fleet import FALL, RISE, Fleet
+from gateway.fleet import FALL, Fleet
 from gateway.http.upstream import OURS
 from gateway.workers import Facts, State, Worker
 from policies.base import Role
@@ -240,7 +240,7 @@ class Probe:
         """One look at it; the seconds until the next."""
         if worker.state is State.JOINING:
             return await self._join(worker)
-        answered, begun = worker.answered, self.fleet.clock()
+        answered, begun, refused = worker.answered, self.fleet.clock(), False
         await self._resolve(worker)
         try:
             engine = self.engines.get(worker.facts.engine) or self.engines["generic"]
@@ -254,11 +254,11 @@ class Probe:
             log.debug("%s was not probed: %s", worker.id, fault.message)
             return self.health_seconds if worker.state in (State.READY, State.DRAINING) else self.join_seconds
         except WorkerFault as fault:
-            healthy, why = False, fault.message
+            healthy, why, refused = False, fault.message, isinstance(fault, Refused)
         if healthy:
             await self._healthy(worker)
         else:
-            self._unhealthy(worker, why)
+            self._unhealthy(worker, why, refused)
         return self.health_seconds if worker.state in (State.READY, State.DRAINING) else self.join_seconds
 
     async def _resolve(self, worker: Worker) -> None:
@@ -297,7 +297,7 @@ class Probe:
         worker.failures = 0
         worker.successes += 1
         if worker.state is State.DOWN:
-            if worker.successes < RISE:
+            if worker.successes < self.fleet.rise(worker):
                 return
             # Whatever came back may be another engine with other models.
             try:
@@ -322,9 +322,16 @@ class Probe:
             except (WorkerFault, NoConnection) as fault:
                 log.debug("reading %s failed: %s", worker.id, fault.message)
 
-    def _unhealthy(self, worker: Worker, why: str) -> None:
+    def _unhealthy(self, worker: Worker, why: str, refused: bool) -> None:
+        """``refused``: it does not take connections, which is no matter of doubt."""
         worker.successes = 0
         worker.failures += 1
+        worker.silenced = not refused
+        if worker.state is State.READY and worker.failures >= FALL and not refused and self.fleet.doubts(worker):
+            worker.reason = f"doubted: {why}, and so it is with most of its peers"
+            if worker.failures == FALL:
+                log.warning("%s stays in use: %s, and so it is with most of its peers", worker.id, why)
+            return
         if worker.state is State.READY and worker.failures >= FALL and self.fleet.set_state(worker, State.DOWN, why):
             log.warning("%s is down: %s", worker.id, why)
         elif worker.state is State.DRAINING and worker.failures == FALL:

@@ -22,6 +22,7 @@ from gateway.slots import Slots
 from policies.base import Role
 from policies.calibrate import Calibration
 from policies.charged import Charged
+from policies.outliers import Record
 from policies.returns import Gaps, Inflow
 
 UNTOLD = 20
@@ -192,6 +193,7 @@ class Target(Charged):
         "paused_firmly",
         "paused_until",
         "rank",
+        "record",
         "slots",
         "worker",
     )
@@ -202,6 +204,8 @@ class Target(Charged):
         self.rank = rank
         self.breaker = Breaker()
         self.calibration = Calibration()
+        self.record = Record()
+        """How it did of late, to be compared with its peers."""
         self.paused_firmly = False
         self.paused_until = 0.0
         """It asked for a pause (Retry-After)."""
@@ -220,12 +224,32 @@ class Target(Charged):
 class Charge:
     """One request in flight on one target."""
 
-    __slots__ = ("active", "alone", "context", "ended", "prefilled", "seconds", "target", "trial", "uncached")
+    __slots__ = (
+        "active",
+        "alone",
+        "context",
+        "ended",
+        "expected",
+        "prefilled",
+        "seconds",
+        "target",
+        "trial",
+        "uncached",
+    )
 
     def __init__(
-        self, target: Target, seconds: float, uncached: float, context: float, trial: bool, active: float
+        self,
+        target: Target,
+        seconds: float,
+        uncached: float,
+        context: float,
+        trial: bool,
+        active: float,
+        expected: float,
     ) -> None:
         self.target = target
+        self.expected = expected
+        """Seconds after which its answer was to begin, when it was sent."""
         self.seconds = seconds
         self.uncached = uncached
         self.context = context
@@ -260,6 +284,12 @@ class Worker:
         """It drains, and sessions at home there go on there until they are moved."""
         self.failures = 0
         """Probes and connections that failed in a row."""
+        self.silenced = False
+        """It is down because of its probes, not because it refuses connections."""
+        self.falls = 0.0
+        """How often it went down of late."""
+        self.fell = 0.0
+        """When it last did."""
         self.successes = 0
         self.answered = 0
         """Requests that it answered as it should."""

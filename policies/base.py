@@ -361,7 +361,16 @@ def number(policy: str, option: str, value: Any, low: float, high: float) -> flo
 
 
 def _in_module(name: str) -> Any:
-    if name in ("admission", "base", "calibrate", "charged", "cost", "demand", "returns") or name.startswith("_"):
+    if name in (
+        "admission",
+        "base",
+        "calibrate",
+        "charged",
+        "cost",
+        "demand",
+        "outliers",
+        "returns",
+    ) or name.startswith("_"):
         return None
     try:
         module = import_module(f"policies.{name}")

@@ -230,9 +230,23 @@ def test_a_failed_trial_doubles_the_pause_up_to_the_longest() -> None:
         assert breaker.allows(now)
         breaker.sent()
         assert breaker.failed(now)
+    breaker.sent()
     breaker.succeeded()
+    now += 60 + breaker.calm + 1
     breaker.failed(now)
-    assert breaker.allows(now + 5), "after a success it begins anew"
+    assert breaker.allows(now + 5), "after a while in which it served it begins anew"
+
+
+def test_one_that_fails_again_after_each_good_trial_is_left_alone_for_longer_and_longer() -> None:
+    breaker, now = Breaker(threshold=1, pause=5.0, longest=60.0), 0.0
+    for pause in (5, 10, 20, 40, 60, 60):
+        assert breaker.failed(now)
+        assert not breaker.allows(now + pause - 0.1)
+        now += pause
+        breaker.sent()
+        assert breaker.succeeded()
+        assert breaker.state == "closed"
+        now += 1.0
 
 
 def test_a_trial_that_told_nothing_may_be_made_again() -> None:
