@@ -182,7 +182,8 @@ class Gateway:
         if incoming.method != b"POST":
             raise WrongMethod(shown(incoming.path), "POST")
         refuse = partial(self._refuse, incoming, client, self.dialects["sglang"], request_id)
-        self.opened.verb(incoming, client, self.tenants.of(incoming.named), refuse)
+        tenant = self.tenants.of(incoming.named, incoming.memo, incoming.peer)
+        self.opened.verb(incoming, client, tenant, refuse)
 
     def _refuse(
         self, incoming: Incoming, client: Inbound, dialect: Dialect, request_id: bytes, error: Exception
@@ -200,7 +201,7 @@ class Gateway:
     def _exchange(
         self, incoming: Incoming, client: Inbound, dialect: Dialect, route: Route, request_id: bytes, started: float
     ) -> None:
-        tenant = self.tenants.of(incoming.named)
+        tenant = self.tenants.of(incoming.named, incoming.memo, incoming.peer)
         steps: tuple[str, ...] = ()
         if tenant.canonical and route.generates and not route.opaque:
             incoming.body, steps = canonical(route.kind, incoming.body, tenant.canonical)
@@ -214,12 +215,12 @@ class Gateway:
         ids: bytes | None = None
         mode = self._mode(tenant, reading) if self.modes else None
         if mode is not None:
-            made = self._start(mode, route, incoming.body, reading)
+            made = self._start(mode, route, incoming.body, tenant, reading)
             if isinstance(made, asyncio.Future):
 
                 def then(ids: bytes | None, reason: str) -> None:
                     if ids is None:
-                        self._by_text(reading, reason)
+                        self._by_text(tenant, reading, reason)
                     try:
                         self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
                     except Exception as error:
@@ -260,7 +261,7 @@ class Gateway:
         worker = opened.target.worker
         if reading.model is None:
             reading.model = worker.facts.models[0].name if worker.facts.models else None
-        elif not self.fleet.serves(worker, self.options.aliases.get(reading.model, reading.model)):
+        elif not self.fleet.serves(worker, self.options.real(tenant.called(reading.model))):
             raise BadRequest(f"session id {opened.name} is not one of the model {reading.model!r}", param="model")
         if not self.opened.allowed(tenant, opened.target):
             raise Forbidden("this key may not use the model of this session", param="session_params")
@@ -291,7 +292,7 @@ class Gateway:
 
     def _mode(self, tenant: Tenant, reading: Reading) -> Mode | None:
         """How this request's token ids are made; ``None`` where nobody needs them, or the client gave them."""
-        name = self._served_name(reading)
+        name = self._served_name(tenant, reading)
         mode = self.modes.get(name) if name is not None else None
         policy = tenant.policy or self.options.policies.get(name or "") or self._default
         if mode is None or not policy.needs_prefix:
@@ -301,34 +302,36 @@ class Gateway:
             tenant.check_model(reading.model)
         return None if reading.ids is not None and reading.ids() is not None else mode
 
-    def _served_name(self, reading: Reading) -> str | None:
+    def _served_name(self, tenant: Tenant, reading: Reading) -> str | None:
         if reading.opaque or reading.make_prompt is None:
             return None
         if reading.model is not None:
-            return self.options.aliases.get(reading.model, reading.model)
+            return self.options.real(tenant.called(reading.model))
         try:
             model = self.routing.model(None)
         except Fault:
             return None
         return None if model is None else model.name
 
-    def _start(self, mode: Mode, route: Route, body: bytes, reading: Reading) -> bytes | asyncio.Future[bytes] | None:
+    def _start(
+        self, mode: Mode, route: Route, body: bytes, tenant: Tenant, reading: Reading
+    ) -> bytes | asyncio.Future[bytes] | None:
         try:
             made = mode.start(route.kind, body)
         except Unrendered as error:
-            self._by_text(reading, error.reason)
+            self._by_text(tenant, reading, error.reason)
             return None
         except Exception:
             self.defect("making token ids")
-            self._by_text(reading, "defect")
+            self._by_text(tenant, reading, "defect")
             return None
         if made is None:
-            self._by_text(reading, "dialect")
+            self._by_text(tenant, reading, "dialect")
         return made
 
-    def _by_text(self, reading: Reading, reason: str) -> None:
+    def _by_text(self, tenant: Tenant, reading: Reading, reason: str) -> None:
         """A request of a model with a tokenizer is routed by text after all."""
-        self.metrics.token_fallbacks.add((self._served_name(reading) or "", reason))
+        self.metrics.token_fallbacks.add((self._served_name(tenant, reading) or "", reason))
 
     async def ids_for(self, path: bytes, body: bytes, named: Mapping[bytes, bytes]) -> bytes | None:
         """Token ids for a dry run, if its model has a tokenizer. Raises `Fault`."""

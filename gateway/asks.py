@@ -200,3 +200,7 @@ class Options:
     by_ids: frozenset[str] = frozenset()
     """Models whose prompts are routed by token ids."""
     most_models: int = 1024
+
+    def real(self, name: str) -> str:
+        """The model that goes by ``name``."""
+        return self.aliases.get(name, name)

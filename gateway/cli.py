@@ -16,6 +16,7 @@ from gateway import config as configuration
 from gateway.config import Config, WorkerConfig
 from gateway.config_check import check
 from gateway.config_reader import ConfigError, Problem
+from gateway.credentials import SALT, BadKey, hashed, new_key
 from kv_index.checkpoints import Rule
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
     _add_doctor(commands)
+    key = commands.add_parser("key", help="make a tenant's key, or hash one")
+    key.add_argument("--hash", action="store_true", help="hash the key on standard input, and make none")
+    key.add_argument("--salt", metavar="HEX", help="that of other keys: each distinct salt costs unknown keys time")
+    key.set_defaults(run=_key)
     return parser
 
 
@@ -298,6 +303,24 @@ def _doctor(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"warmroute doctor: {error}", file=sys.stderr)
         return 2
+
+
+def _key(options: argparse.Namespace) -> int:
+    key = sys.stdin.read().strip() if options.hash else new_key()
+    try:
+        salt = None if options.salt is None else bytes.fromhex(options.salt)
+        if salt is not None and not 0 < len(salt) <= SALT:
+            raise ValueError
+    except ValueError:
+        raise ConfigError([Problem(None, "--salt", f"up to {2 * SALT} hex digits are needed")]) from None
+    try:
+        line = hashed(key, salt)
+    except BadKey as error:
+        raise ConfigError([Problem(None, "key", str(error))]) from None
+    if not options.hash:
+        print(f"{key}\n\nIt is shown this once: give it to its tenant. In the configuration, or a file of keys:\n")
+    print(line)
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -169,13 +169,28 @@ class Disaggregation:
 
 
 @dataclass(slots=True)
+class Auth:
+    """How credentials are looked at."""
+
+    failures_per_minute: int = 60
+    """Unknown credentials from one address, after which others that were not good lately are refused unseen; 0: no limit."""
+
+
+@dataclass(slots=True)
 class TenantConfig:
     """One tenant."""
 
     name: str
     keys: list[Secret] = field(default_factory=list)
+    """In clear, or as ``warmroute key`` hashes them."""
+    key_files: list[str] = field(default_factory=list)
+    """Files of more of them, one a line; read again when they change."""
     policy: str | None = None
     models: list[str] | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of its own -> models."""
+    log_content: bool = False
+    """Whether ``doctor.examples`` may show its prompts."""
     isolation: str = "shared"
     show_routing: bool = True
     canonical: list[str] = field(default_factory=list)
@@ -294,6 +309,7 @@ class Config:
     models: dict[str, ModelConfig] = field(default_factory=dict)
     workers: list[WorkerConfig] = field(default_factory=list)
     tenants: list[TenantConfig] = field(default_factory=list)
+    auth: Auth = field(default_factory=Auth)
     anonymous: bool = False
     """Whether requests without a key are served although there are tenants."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)

@@ -3,7 +3,7 @@
     Fault
     |-- ClientFault          the request cannot be served as it is: 4xx, never counts against a worker
     |     BadRequest 400, Unauthorized 401, Forbidden 403, NotFound 404, WrongMethod 405, TimedOut 408,
-    |     TooLarge 413, ExpectationFailed 417, HeadTooLarge 431, NotImplementedHere 501, WrongVersion 505
+    |     TooLarge 413, ExpectationFailed 417, GuessedTooOften 429, HeadTooLarge 431, NotImplementedHere 501, WrongVersion 505
     |-- WorkerFault          a worker broke its promise; counts against it
     |     Refused 502, Unresolved 502, Reset 502, Malformed 502, ServerError 502, Stalled 504
     |-- Backpressure 503     a worker is full: not a fault of anybody, goes elsewhere
@@ -92,6 +92,16 @@ class ExpectationFailed(ClientFault):
     """An ``Expect`` other than ``100-continue``."""
 
     status = 417
+
+
+class GuessedTooOften(ClientFault):
+    """Too many unknown credentials came from one address; this one was not looked at."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message, retry_after=retry_after)
 
 
 class HeadTooLarge(ClientFault):

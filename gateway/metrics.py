@@ -208,6 +208,11 @@ class Metrics:
             "warmroute_recording_dropped", "Requests not recorded: too many waited to be written, or they could not be."
         )
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
+        self.auth_failures = Counter(
+            "warmroute_auth_failures",
+            "Requests without a credential that is known: missing, unknown, or limited (too many from one address).",
+            ("reason",),
+        )
         self.duration = Histogram(
             "warmroute_request_duration_seconds", "From the request's last byte to the answer's.", DURATION, WHO
         )

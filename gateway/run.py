@@ -18,11 +18,13 @@ from gateway.app import Gateway
 from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Problem
+from gateway.credentials import BadKey, read_keys
 from gateway.doctor import Doctor
 from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
 from gateway.fleet import Fleet
+from gateway.guesses import Guesses
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
@@ -40,7 +42,7 @@ from gateway.roots import Roots, Warming
 from gateway.sessions import Session, Sessions
 from gateway.stores import FileStore, RedisStore, Store, Unsaved
 from gateway.subscribe import Subscriptions
-from gateway.tenants import ANONYMOUS, Tenant, Tenants
+from gateway.tenants import ANONYMOUS, Known, Tenant, Tenants
 from gateway.workers import State, Worker, WorkerSpec
 from kv_index.blocks import BlockIndex
 from kv_index.checkpoints import Rule
@@ -90,7 +92,7 @@ class Running:
             sessions=self.sessions,
             index=self.index,
             metrics=self.metrics,
-            tenants=make_tenants(config),
+            tenants=make_tenants(config, self.metrics),
             options=make_options(config),
             limits_in=limits_in,
             limits_out=limits_out,
@@ -121,7 +123,7 @@ class Running:
             self.gateway.opened = OpenSessions(self.gateway, self.probe.ask)
         self.moving = Moving(self.fleet, self.sessions, self.gateway.routing, self.metrics)
         self.sessions.bound = self._bound
-        self.gateway.doctor = _doctor(config, self.metrics)
+        self.gateway.doctor = _doctor(config, self.gateway)
         warming = config.warming
         roots = Roots()
         self.gateway.roots = roots if warming.starts else None
@@ -434,8 +436,8 @@ def make_limits(config: Config) -> tuple[Inward, Outward]:
     return inward, outward
 
 
-def _doctor(config: Config, metrics: Metrics) -> Doctor | None:
-    told = config.doctor
+def _doctor(config: Config, gateway: Gateway) -> Doctor | None:
+    told, metrics = config.doctor, gateway.metrics
     if not told.enabled:
         return None
 
@@ -443,7 +445,14 @@ def _doctor(config: Config, metrics: Metrics) -> Doctor | None:
         metrics.breaks.add((tenant, cause))
         metrics.break_tokens.add((tenant, cause), tokens)
 
-    return Doctor(memory=told.memory, rate=told.rate, share=told.share, examples=told.examples, counted=counted)
+    return Doctor(
+        memory=told.memory,
+        rate=told.rate,
+        share=told.share,
+        examples=told.examples,
+        shows=lambda tenant: gateway.tenants.shows_content(tenant),
+        counted=counted,
+    )
 
 
 def _store(config: Config) -> Store | None:
@@ -470,20 +479,37 @@ def _secret(config: Config, store: Store | None) -> bytes | None:
     return kept if told is None else str(told).encode()
 
 
-def make_tenants(config: Config) -> Tenants:
-    """Tenants with their policies and keys."""
-    pairs = []
-    for each in config.tenants:
+def make_tenants(config: Config, metrics: Metrics | None = None, before: Tenants | None = None) -> Tenants:
+    """Tenants with their policies and keys; of those ``before`` them only what they saw of credentials stays.
+
+    Raises `ConfigError` for keys that are none.
+    """
+    pairs: list[tuple[str, Tenant]] = []
+    for number, each in enumerate(config.tenants):
         tenant = Tenant(
             each.name,
             policy=config.make_policy(each.policy) if each.policy else None,
             models=frozenset(each.models) if each.models is not None else None,
+            aliases=dict(each.aliases),
             shows_routing=each.show_routing,
             isolated=each.isolation == "isolated",
             canonical=frozenset(each.canonical),
+            log_content=each.log_content,
         )
         pairs += [(str(key), tenant) for key in each.keys]
-    return Tenants(pairs, Tenant(ANONYMOUS) if config.anonymous or not pairs else None)
+        try:
+            pairs += [(str(key), tenant) for path in each.key_files for key in read_keys(path)]
+        except BadKey as error:
+            raise ConfigError([Problem(None, f"tenants[{number}].key_files", str(error))]) from None
+    guesses = Guesses[Known]() if before is None else before.guesses
+    guesses.a_minute = config.auth.failures_per_minute
+    return Tenants(
+        pairs,
+        Tenant(ANONYMOUS, log_content=not config.tenants) if config.anonymous or not config.tenants else None,
+        keyed=bool(config.tenants),
+        guesses=guesses,
+        counted=(lambda reason: None) if metrics is None else lambda reason: metrics.auth_failures.add((reason,)),
+    )
 
 
 def make_options(config: Config) -> Options:
