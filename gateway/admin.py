@@ -10,6 +10,7 @@ import re
 from collections.abc import Awaitable, Callable
 from hmac import compare_digest
 from ipaddress import ip_address
+from os import urandom
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -17,10 +18,12 @@ import msgspec
 from aiohttp import web
 
 from gateway.config import shown
+from gateway.config_diff import fingerprints, tree
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
 from gateway.errors import BadRequest, Fault, NotFound
 from gateway.portrait import brief, whole
+from gateway.reload import NoFile
 from gateway.routing import draw_of
 from gateway.sessions import Session
 from gateway.workers import State, Worker, WorkerSpec
@@ -41,6 +44,7 @@ class AdminSite:
         self.port = 0
         self.metrics_port: int | None = None
         self._runners: list[web.AppRunner] = []
+        self._salt = urandom(16)
 
     async def start(self) -> None:
         """Listen. Raises `OSError`."""
@@ -84,6 +88,8 @@ class AdminSite:
         route.add_get("/doctor", self.doctor)
         route.add_post("/route", self.route)
         route.add_get("/config", self.config)
+        route.add_get("/config/fingerprints", self.fingerprints)
+        route.add_post("/config/reload", self.reload)
         return application
 
     @web.middleware
@@ -111,15 +117,19 @@ class AdminSite:
             raise web.HTTPForbidden(reason="without a token the admin port answers to localhost and to addresses only")
         if not token or request.path in ("/healthz", "/readyz"):
             return
-        given = request.headers.get("authorization", "")
-        if not compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token!s}".encode()):
+        if not self._authorized(request):
             raise web.HTTPUnauthorized(reason="send the admin token as 'Authorization: Bearer TOKEN'")
+
+    def _authorized(self, request: web.Request) -> bool:
+        token = self.running.config.admin.token
+        given = request.headers.get("authorization", "")
+        return not token or compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token!s}".encode())
 
     # -- health and metrics -----------------------------------------------------------------------------------------
 
     async def healthz(self, request: web.Request) -> web.Response:
         """The process lives."""
-        return _json({"status": "ok"})
+        return _json({"status": "ok", "config": self.running.reloading.told(self._authorized(request))})
 
     async def readyz(self, request: web.Request) -> web.Response:
         """It can serve."""
@@ -180,10 +190,7 @@ class AdminSite:
         if body["state"] == "draining":
             self.running.moving.drain(worker)
         elif worker.state is State.DRAINING:
-            self.running.moving.resume(worker)
-            # What was never read, or fails its probes, has to join again; what is healthy serves at once.
-            serves = bool(worker.targets) and not worker.failures
-            self.running.fleet.set_state(worker, State.READY if serves else State.JOINING, "resumed by the operator")
+            self.running.resume_worker(worker)
         return _json(self._worker(worker))
 
     async def drain_worker(self, request: web.Request) -> web.Response:
@@ -337,6 +344,26 @@ class AdminSite:
     async def config(self, request: web.Request) -> web.Response:
         """The configuration in force, secrets hidden."""
         return _json(shown(self.running.config))
+
+    async def fingerprints(self, request: web.Request) -> web.Response:
+        """By what another configuration's secrets are compared with those in force: 16 bits of a salted hash of each."""
+        found = fingerprints(tree(self.running.config, self._salt, 2))
+        return _json({"salt": self._salt.hex(), "fingerprints": found})
+
+    async def reload(self, request: web.Request) -> web.Response:
+        """Read the configuration's file again and follow it: all of it, or, where something is wrong with it, nothing."""
+        reloading = self.running.reloading
+        try:
+            outcome = await reloading.reload()
+        except NoFile as error:
+            raise web.HTTPConflict(reason=str(error)) from None
+        assert outcome is not None
+        if outcome.problems:
+            problems = [problem._asdict() for problem in outcome.problems]
+            told = {"message": "the configuration was not reloaded", "code": 400, "problems": problems}
+            return _json({"error": told}, 400)
+        followed = {"outcome": outcome.outcome, "changed": outcome.changed, "generation": reloading.generation}
+        return _json({**followed, "needs_restart": reloading.needs_restart})
 
 
 def _local(host: str) -> bool:

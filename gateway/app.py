@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from math import inf
@@ -98,15 +98,10 @@ class Gateway:
         self.tenants = tenants
         self.options = options
         self.routing = Routing(fleet, sessions, index, metrics, options)
-        self.routing.policies = {each.name: each.policy for each in tenants.all() if each.policy is not None}
-        policies = [options.default(), *options.policies.values(), *tenants.policies()]
         self.modes = dict(modes or {})
         """Model -> how token ids of its prompts are made."""
         self.pairs = Pairs(self, pairs or Disaggregation())
         self.preparing: set[Preparing] = set()
-        self._default = options.default()
-        self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
-        """No policy here wants prompts."""
         self.limits_in = limits_in or Inward()
         self.limits_out = limits_out or Outward()
         self.attempts = attempts
@@ -129,11 +124,7 @@ class Gateway:
         """Readiness is off: this process is on its way out."""
         self.dialects = all_dialects()
         self.fallback = self.dialects["openai"]
-        self.routes: dict[bytes, tuple[Dialect, Route]] = {
-            path: (dialect, route) for dialect in self.dialects.values() for path, route in dialect.routes.items()
-        }
-        for path in passthrough:
-            self.routes.setdefault(path.encode(), (self.fallback, OPAQUE))
+        self._choose(passthrough)
         self.inserts = Inserts(self, isolation_key, secure)
         self.accounts = Accounts(self)
         self.defects = 0
@@ -143,6 +134,43 @@ class Gateway:
         self._own = {b"/healthz": self.own.healthz, b"/readyz": self.own.readyz, MODELS: self.own.models}
         self.server = Server(self.serve, self._render, self.limits_in, self._count_refusal, fleet.outbox)
         self.metrics.gauges += gauges(self)
+
+    def _choose(self, passthrough: Sequence[str]) -> None:
+        """What follows from tenants and options: policies, and the paths that there are."""
+        self._default = self.options.default()
+        policies = [self._default, *self.options.policies.values(), *self.tenants.policies()]
+        self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
+        """No policy here wants prompts."""
+        self.routing.policies = {each.name: each.policy for each in self.tenants.all() if each.policy is not None}
+        self.routes: dict[bytes, tuple[Dialect, Route]] = {
+            path: (dialect, route) for dialect in self.dialects.values() for path, route in dialect.routes.items()
+        }
+        for path in passthrough:
+            self.routes.setdefault(path.encode(), (self.fallback, OPAQUE))
+
+    def reconfigure(
+        self,
+        *,
+        tenants: Tenants,
+        options: Options,
+        limits_in: Inward,
+        limits_out: Outward,
+        attempts: int,
+        retry_budget: float,
+        passthrough: Sequence[str],
+        tokens: bool,
+        labels: bool,
+    ) -> None:
+        """Serve otherwise from here on: each request sees all of what was, or all of this. What was learned stays."""
+        self.tenants = tenants
+        self.attempts, self.retry_budget = attempts, retry_budget
+        self.tokens, self.labels = tokens, labels
+        self.limits_in = self.server.limits = limits_in
+        self.limits_out = self.fleet.limits = limits_out
+        for worker in self.fleet.workers.values():
+            worker.pool.limits = limits_out
+        self.routing.reconfigure(options)
+        self._choose(passthrough)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 

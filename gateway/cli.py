@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from gateway.config import Config, WorkerConfig
 from gateway.config_check import check
 from gateway.config_reader import ConfigError, Problem
 from gateway.credentials import SALT, BadKey, hashed, new_key
+from gateway.source import Source
 from kv_index.checkpoints import Rule
 
 if TYPE_CHECKING:
@@ -209,9 +211,8 @@ def _count(text: str) -> int:
     return value
 
 
-def _config(options: argparse.Namespace) -> Config:
-    """The configuration of a file and flags together. Raises `ConfigError`."""
-    config = configuration.read(options.config) if options.config else Config()
+def _flags(options: argparse.Namespace, config: Config) -> None:
+    """What flags say wins over ``config``, whenever it is read."""
     for url in options.worker:
         config.workers.append(WorkerConfig(url))
     if options.policy is not None:
@@ -222,22 +223,31 @@ def _config(options: argparse.Namespace) -> Config:
         config.listen.port = options.port
     if options.admin_port is not None:
         config.admin.port = options.admin_port
+
+
+def _config(options: argparse.Namespace) -> tuple[Config, Source | None]:
+    """The configuration of a file and flags together, and where it came from. Raises `ConfigError`."""
+    if options.config:
+        source = Source(options.config, partial(_flags, options))
+        return source.load(), source
+    config = Config()
+    _flags(options, config)
     problems = check(config)
     if problems:
         raise ConfigError(problems)
-    return config
+    return config, None
 
 
 def _serve(options: argparse.Namespace) -> int:
     from gateway.run import serve
 
-    config = _config(options)
+    config, source = _config(options)
     if not config.workers:
         logging.getLogger("warmroute").warning(
             "no workers: name some with --worker URL, in the file, or POST them to /workers on the admin port"
         )
     try:
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, source))
     except OSError as error:
         print(f"cannot listen: {error}", file=sys.stderr)
         return 1

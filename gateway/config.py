@@ -24,6 +24,11 @@ class TLS:
     cert: str
     key: str
 
+    @property
+    def files(self) -> list[str]:
+        """All that are read."""
+        return [self.cert, self.key]
+
 
 @dataclass(slots=True)
 class Listen:

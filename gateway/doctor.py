@@ -106,6 +106,15 @@ class Doctor:
         self._now = 0.0
         self._calm: float | None = None
 
+    def reconfigure(self, memory: int, rate: float, share: float, examples: bool) -> None:
+        """Other bounds from here on."""
+        self.memory, self.rate, self.most_share = memory, rate, share
+        self._starts.memory = memory // 4
+        self.share = min(self.share, share)
+        self._bar = int(self.share * _ALL)
+        self.findings.examples = examples
+        self._halve()
+
     @property
     def held(self) -> int:
         """Bytes of bodies that are kept or held by requests, with some for each session and each start."""

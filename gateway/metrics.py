@@ -208,6 +208,9 @@ class Metrics:
             "warmroute_recording_dropped", "Requests not recorded: too many waited to be written, or they could not be."
         )
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
+        self.config_reloads = Counter(
+            "warmroute_config_reloads", "Reloads of the configuration: applied, unchanged, failed.", ("outcome",)
+        )
         self.auth_failures = Counter(
             "warmroute_auth_failures",
             "Requests without a credential that is known: missing, unknown, or limited (too many from one address).",

@@ -55,6 +55,16 @@ class Routing:
         self.returning = Returning(fleet)
         self._paired: dict[int, tuple[Policy, Policy]] = {}
 
+    def reconfigure(self, options: Options) -> None:
+        """Models are named and routed otherwise from here on; what was learned of them stays."""
+        self.options.become(options)
+        self._default = options.default()
+        self._paired = {}
+        for name, model in self.models.items():
+            model.thinking = options.thinking.get(name) or thinking_of(name)
+            model.policy = options.policies.get(name) or self._default
+            self.holdings.describe(model)
+
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def model(self, name: str | None) -> Model | None:

@@ -10,6 +10,7 @@ import resource
 import signal
 import ssl
 from functools import partial
+from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
@@ -38,11 +39,14 @@ from gateway.probe import Probe
 from gateway.prompt import Thinking
 from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
+from gateway.reload import Reloading
 from gateway.roots import Roots, Warming
 from gateway.sessions import Session, Sessions
+from gateway.source import Source
 from gateway.stores import FileStore, RedisStore, Store, Unsaved
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Known, Tenant, Tenants
+from gateway.tls import context, digest
 from gateway.workers import State, Worker, WorkerSpec
 from kv_index.blocks import BlockIndex
 from kv_index.checkpoints import Rule
@@ -66,8 +70,13 @@ TICK = 0.5
 class Running:
     """One gateway with its listeners. ``await start()``, then ``await stop()``."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, source: Source | None = None) -> None:
         self.config = config
+        self.reloading = Reloading(self, source)
+        self.tls: ssl.SSLContext | None = None
+        """What the listener speaks."""
+        self.tls_digest: bytes | None = None
+        """Of the files that it was made of."""
         limits_in, limits_out = make_limits(config)
         most = config.index.max_bytes
         self.index = PrefixIndex(RadixIndex(most), BlockIndex(most), self._moved)
@@ -144,6 +153,7 @@ class Running:
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
+        self.metrics.gauges += self.reloading.gauges()
         self.port = 0
         self.hurry = asyncio.Event()
         """Set to end without waiting for balancers."""
@@ -163,17 +173,15 @@ class Running:
         listen = self.config.listen
         loop = asyncio.get_running_loop()
         await self._record()
-        tls = None
         if listen.tls is not None:
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            tls.minimum_version = ssl.TLSVersion.TLSv1_2
-            tls.load_cert_chain(listen.tls.cert, listen.tls.key)
+            self.tls_digest = digest(listen.tls)
+            self.tls = context(listen.tls)
         self._listener = await loop.create_server(
             lambda: Inbound(self.gateway.server),
             listen.host,
             listen.port,
-            ssl=tls,
-            ssl_handshake_timeout=10.0 if tls is not None else None,
+            ssl=self.tls,
+            ssl_handshake_timeout=10.0 if self.tls is not None else None,
             backlog=2048,
             reuse_address=True,
         )
@@ -182,6 +190,7 @@ class Running:
         if self.keeper is not None:
             self.keeper.start()
         await self.probe.start()
+        self.reloading.start()
         self.lifecycle.start()
         if self.gateway.doctor is not None:
             self._examines = loop.create_task(self.gateway.doctor.run(), name="doctor")
@@ -189,8 +198,10 @@ class Running:
 
     async def stop(self, pause: float | None = None) -> None:
         """Drain: readiness off, a pause for balancers to notice, no new connections, running requests to their end."""
-        gateway, config = self.gateway, self.config
+        gateway = self.gateway
         gateway.ending = True
+        await self.reloading.stop()
+        config = self.config
         try:
             async with asyncio.timeout(config.drain if pause is None else pause):
                 await self.hurry.wait()
@@ -233,6 +244,38 @@ class Running:
         # One turn of the loop, for closed transports to say so.
         await asyncio.sleep(0)
 
+    def make(self, config: Config) -> tuple[Tenants, Options]:
+        """What is made of ``config`` to be followed; changes nothing. Raises `ConfigError`."""
+        return make_tenants(config, self.metrics, self.gateway.tenants), make_options(config)
+
+    def reconfigure(self, config: Config, tenants: Tenants, options: Options) -> None:
+        """Follow ``config`` from here on, workers excepted."""
+        self.config = config
+        limits_in, limits_out = make_limits(config)
+        tenants.guesses.a_minute = config.auth.failures_per_minute
+        self.gateway.reconfigure(
+            tenants=tenants,
+            options=options,
+            limits_in=limits_in,
+            limits_out=limits_out,
+            attempts=config.retries.attempts,
+            retry_budget=config.retries.budget,
+            passthrough=config.passthrough,
+            tokens=config.sessions.token,
+            labels=config.sessions.labels,
+        )
+        told = config.sessions
+        self.sessions.reconfigure(told.max, told.idle, told.headers, told.fields, told.cookie)
+        self.index.radix.max_bytes = self.index.blocks.max_bytes = config.index.max_bytes
+        self.gateway.pairs.lease, self.gateway.pairs.keep = config.disaggregation.lease, config.disaggregation.keep
+        probes, probe = config.probes, self.probe
+        probe.health_seconds, probe.load_seconds, probe.join_seconds = probes.health, probes.load, probes.join
+        if self.gateway.doctor is not None:
+            doctor = config.doctor
+            self.gateway.doctor.reconfigure(doctor.memory, doctor.rate, doctor.share, doctor.examples)
+        self.warming.most, self.warming.seconds = config.warming.starts, config.warming.seconds
+        self.gateway.roots = self.warming.roots if config.warming.starts else None
+
     async def _record(self) -> None:
         wanted = self.config.recording
         if wanted is None:
@@ -255,6 +298,7 @@ class Running:
             try:
                 self.gateway.sweep()
                 self.moving.sweep(now)
+                self.reloading.sweep(now)
                 self._foresee(now)
                 if now >= self._observe_at:
                     self._observe_at = now + OBSERVE
@@ -291,6 +335,13 @@ class Running:
         if watch:
             self.probe.watch(worker)
         return worker
+
+    def resume_worker(self, worker: Worker) -> None:
+        """It drains no more."""
+        self.moving.resume(worker)
+        # What was never read, or fails its probes, has to join again; what is healthy serves at once.
+        serves = bool(worker.targets) and not worker.failures
+        self.fleet.set_state(worker, State.READY if serves else State.JOINING, "resumed by the operator")
 
     def remove_worker(self, worker: Worker) -> None:
         """Forget a worker; what it still answers is relayed to its end."""
@@ -485,6 +536,7 @@ def make_tenants(config: Config, metrics: Metrics | None = None, before: Tenants
     Raises `ConfigError` for keys that are none.
     """
     pairs: list[tuple[str, Tenant]] = []
+    filed: list[bytes] = []
     for number, each in enumerate(config.tenants):
         tenant = Tenant(
             each.name,
@@ -498,16 +550,17 @@ def make_tenants(config: Config, metrics: Metrics | None = None, before: Tenants
         )
         pairs += [(str(key), tenant) for key in each.keys]
         try:
-            pairs += [(str(key), tenant) for path in each.key_files for key in read_keys(path)]
+            found = [str(key) for path in each.key_files for key in read_keys(path)]
+            pairs += [(key, tenant) for key in found]
+            filed += [each.name.encode(), *map(str.encode, found)]
         except BadKey as error:
             raise ConfigError([Problem(None, f"tenants[{number}].key_files", str(error))]) from None
-    guesses = Guesses[Known]() if before is None else before.guesses
-    guesses.a_minute = config.auth.failures_per_minute
     return Tenants(
         pairs,
         Tenant(ANONYMOUS, log_content=not config.tenants) if config.anonymous or not config.tenants else None,
         keyed=bool(config.tenants),
-        guesses=guesses,
+        guesses=Guesses[Known](config.auth.failures_per_minute) if before is None else before.guesses,
+        filed=blake2b(b"\n".join(filed)).digest(),
         counted=(lambda reason: None) if metrics is None else lambda reason: metrics.auth_failures.add((reason,)),
     )
 
@@ -545,9 +598,11 @@ def keep_heap() -> None:
         mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
 
 
-async def serve(config: Config) -> None:
-    """Run until SIGTERM or SIGINT; a second one ends at once."""
-    running = Running(config)
+async def serve(config: Config, source: Source | None = None) -> None:
+    """Run until SIGTERM or SIGINT; a second one ends at once. SIGHUP reloads the configuration."""
+    running = Running(config, source)
+    # Before all else: it would end a process that does not expect it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.reloading.ask)
     await running.start()
     # What is alive now stays; what requests make is freed by reference counts. A collector that walks a million nodes of
     # the index for every few hundred requests would be the dearest part of the gateway.

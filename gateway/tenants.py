@@ -88,6 +88,7 @@ class Tenants:
         *,
         keyed: bool = False,
         guesses: Guesses[Known] | None = None,
+        filed: bytes = b"",
         counted: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._keys = Keyring(keys)
@@ -96,6 +97,8 @@ class Tenants:
         self.anonymous = anonymous if anonymous is not None or self.keyed else Tenant(ANONYMOUS, log_content=True)
         """Who a request without a key belongs to; ``None``: it is refused."""
         self.mark = object()
+        self.filed = filed
+        """Digest of what files of keys say."""
         self.guesses = guesses or Guesses[Known]()
         self._counted = counted
         self._named = {tenant.name: tenant for tenant in self.all()}
