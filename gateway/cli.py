@@ -68,12 +68,26 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--worker", metavar="URL", action="append", default=[], help="a worker to ask; may be repeated")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
+    _add_diff(commands)
     _add_doctor(commands)
     key = commands.add_parser("key", help="make a tenant's key, or hash one")
     key.add_argument("--hash", action="store_true", help="hash the key on standard input, and make none")
     key.add_argument("--salt", metavar="HEX", help="that of other keys: each distinct salt costs unknown keys time")
     key.set_defaults(run=_key)
     return parser
+
+
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    diff = commands.add_parser(
+        "diff",
+        help="tell what another configuration would change",
+        description="Exit status: 0 for no change, 1 for some, 2 if they could not be compared.",
+    )
+    diff.add_argument("files", metavar="FILE", nargs="+", help="OLD and NEW; with --admin only NEW")
+    diff.add_argument("--admin", metavar="URL", help="compare with what the gateway of that admin port has in force")
+    diff.add_argument("--token-env", metavar="NAME", help="the environment variable that has its admin token")
+    diff.add_argument("--json", action="store_true", help="print the changes as JSON")
+    diff.set_defaults(run=_diff)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -313,6 +327,18 @@ def _doctor(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"warmroute doctor: {error}", file=sys.stderr)
         return 2
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from gateway.diff_command import run
+
+    *before, after = options.files
+    if len(before) != (0 if options.admin else 1):
+        raise ConfigError([Problem(None, "", "name two files, OLD and NEW, or one file and --admin URL")])
+    token = None
+    if options.token_env is not None:
+        token = configuration.variable(options.token_env)
+    return run(before[0] if before else None, after, options.admin, token, options.json)
 
 
 def _key(options: argparse.Namespace) -> int:

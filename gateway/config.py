@@ -378,6 +378,14 @@ def read(path: str, environment: Mapping[str, str] | None = None) -> Config:
     return parse(text, environment, path)
 
 
+def variable(name: str) -> str:
+    """A variable of the environment. Raises `ConfigError` if it is not set."""
+    found = os.environ.get(name)
+    if not found:
+        raise ConfigError([Problem(None, "", f"the environment has no {name}: set it, or name another variable")])
+    return found
+
+
 def shown(value: Any) -> Any:
     """A configuration as plain data for people, secrets hidden."""
     if is_dataclass(value) and not isinstance(value, type):
