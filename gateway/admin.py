@@ -1,11 +1,12 @@
 """The control plane: health, metrics, workers, sessions, the dry run. JSON over aiohttp, on an address of its own.
 
 With a token configured everything but ``/healthz`` and ``/readyz`` needs it as a bearer token; without one the address must
-be loopback. Requests that a browser makes on another site's behalf are refused.
+be loopback. Requests that a browser makes on another site's behalf are refused. `gateway.openapi` describes all of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from hmac import compare_digest
@@ -14,14 +15,18 @@ from os import urandom
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 from aiohttp import web
 
 from gateway.config import shown
 from gateway.config_diff import fingerprints, tree
+from gateway.door import Door
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
 from gateway.errors import BadRequest, Fault, NotFound
+from gateway.guesses import Guesses
+from gateway.openapi import DOCUMENT
 from gateway.portrait import brief, whole
 from gateway.reload import NoFile
 from gateway.routing import draw_of
@@ -32,7 +37,12 @@ from kv_index.groups import Tier
 if TYPE_CHECKING:
     from gateway.run import Running
 
+LARGE, SMALL = 64 * 1024 * 1024, 1024 * 1024
+"""Bytes of a body: of a request that is asked about, and of anything else."""
+UPLOAD = 60.0
+"""Seconds that a body may take."""
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+DOOR = web.AppKey("door", Door)
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -44,6 +54,8 @@ class AdminSite:
         self.port = 0
         self.metrics_port: int | None = None
         self._runners: list[web.AppRunner] = []
+        self._doors: list[Door] = []
+        self._guesses = Guesses[None]()
         self._salt = urandom(16)
 
     async def start(self) -> None:
@@ -51,7 +63,7 @@ class AdminSite:
         config = self.running.config
         self.port = await self._listen(self._application(), config.admin.host, config.admin.port)
         if config.metrics is not None:
-            scraped = web.Application()
+            scraped = web.Application(middlewares=[self._timed])
             scraped.router.add_get("/metrics", self.metrics)
             self.metrics_port = await self._listen(scraped, config.metrics.host, config.metrics.port)
 
@@ -60,21 +72,31 @@ class AdminSite:
         for runner in self._runners:
             await runner.cleanup()
         self._runners.clear()
+        self._doors.clear()
+
+    def sweep(self) -> None:
+        """Twice a second."""
+        for door in self._doors:
+            door.sweep()
 
     async def _listen(self, application: web.Application, host: str, port: int) -> int:
+        door = application[DOOR] = Door()
+        self._doors.append(door)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=2)
         await runner.setup()
         self._runners.append(runner)
+        door.server = runner.server
         site = web.TCPSite(runner, host, port)
         await site.start()
         return int(runner.addresses[0][1])
 
     def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self._guard], client_max_size=64 * 1024 * 1024)
+        application = web.Application(middlewares=[self._timed, self._guard], client_max_size=0)
         route = application.router
         route.add_get("/healthz", self.healthz)
         route.add_get("/readyz", self.readyz)
         route.add_get("/metrics", self.metrics)
+        route.add_get("/openapi.json", self.openapi)
         route.add_get("/workers", self.workers)
         route.add_post("/workers", self.add_worker)
         route.add_get("/workers/{id}", self.worker)
@@ -93,12 +115,24 @@ class AdminSite:
         return application
 
     @web.middleware
+    async def _timed(self, request: web.Request, handler: Serve) -> web.StreamResponse:
+        door = request.app[DOOR]
+        door.begun(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            door.ended(request.protocol)
+
+    @web.middleware
     async def _guard(self, request: web.Request, handler: Serve) -> web.StreamResponse:
         try:
             self._check(request)
             return await handler(request)
         except Fault as fault:
-            return _fault(fault.status, fault.message)
+            response = _fault(fault.status, fault.message)
+            if fault.status in (429, 503):
+                response.headers["retry-after"] = str(max(1, round(fault.retry_after or 1)))
+            return response
         except web.HTTPException as error:
             if error.status < 400:
                 raise
@@ -109,21 +143,36 @@ class AdminSite:
 
     def _check(self, request: web.Request) -> None:
         origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != request.host:
+        site = request.headers.get("sec-fetch-site", "none")
+        if (origin is not None and urlsplit(origin).netloc != request.host) or site not in ("none", "same-origin"):
             raise web.HTTPForbidden(reason="requests of other sites are refused")
         token = self.running.config.admin.token
         if not token and not _local(request.host):
             # A name that some site lets point to this machine: then its pages are of the same origin.
             raise web.HTTPForbidden(reason="without a token the admin port answers to localhost and to addresses only")
-        if not token or request.path in ("/healthz", "/readyz"):
-            return
-        if not self._authorized(request):
+        if request.path not in ("/healthz", "/readyz") and not self._authorized(request):
+            self._guessed(request)
             raise web.HTTPUnauthorized(reason="send the admin token as 'Authorization: Bearer TOKEN'")
+        browser = origin is not None or "sec-fetch-site" in request.headers
+        if browser and request.can_read_body and request.content_type != "application/json":
+            # Of other sites a browser sends forms and text without asking first, but never this.
+            raise web.HTTPUnsupportedMediaType(reason="a browser has to send application/json")
+        if (request.content_length or 0) > (LARGE if request.path == "/route" else SMALL):
+            raise _too_large(request.path)
 
     def _authorized(self, request: web.Request) -> bool:
         token = self.running.config.admin.token
         given = request.headers.get("authorization", "")
         return not token or compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token!s}".encode())
+
+    def _guessed(self, request: web.Request) -> None:
+        """The token was wrong. Raises `GuessedTooOften`; a right one passes whatever came before, for an operator in need."""
+        given, address = request.headers.get("authorization"), request.remote or ""
+        if given is not None:
+            self.running.metrics.auth_failures.add(("admin",))
+            self._guesses.a_minute = self.running.config.auth.failures_per_minute
+            self._guesses.check(address)
+            self._guesses.failed(address, b"")
 
     # -- health and metrics -----------------------------------------------------------------------------------------
 
@@ -135,6 +184,10 @@ class AdminSite:
         """It can serve."""
         ready, body = self.running.gateway.own.readiness()
         return _json(body, 200 if ready else 503)
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """What this site takes and answers."""
+        return _json(DOCUMENT)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus exposition."""
@@ -329,7 +382,7 @@ class AdminSite:
 
         Headers are read as the data port reads them; ``?path=/v1/messages`` names another path than chat completions.
         """
-        body = await request.read()
+        body = await _read(request, LARGE)
         gateway = self.running.gateway
         path = request.query.get("path", "/v1/chat/completions").encode()
         named = {name.lower(): value for name, value in request.raw_headers}
@@ -375,9 +428,30 @@ def _local(host: str) -> bool:
     return True
 
 
+async def _read(request: web.Request, most: int) -> bytes:
+    """The body, of at most so many bytes. Raises what `_guard` answers."""
+    found = bytearray()
+    try:
+        async with asyncio.timeout(UPLOAD):
+            async for piece in request.content.iter_any():
+                found += piece
+                if len(found) > most:
+                    raise _too_large(request.path)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason="the body did not come in time") from None
+    except (ValueError, aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError):
+        raise BadRequest("the body cannot be read: it is not framed, or not coded, as it says") from None
+    return bytes(found)
+
+
+def _too_large(path: str) -> web.HTTPException:
+    most = LARGE if path == "/route" else SMALL
+    return web.HTTPRequestEntityTooLarge(most, most, reason=f"the body is over the limit of {most} bytes")
+
+
 async def _object(request: web.Request) -> dict[str, Any]:
     try:
-        body = msgspec.json.decode(await request.read())
+        body = msgspec.json.decode(await _read(request, SMALL))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):

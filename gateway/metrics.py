@@ -213,7 +213,7 @@ class Metrics:
         )
         self.auth_failures = Counter(
             "warmroute_auth_failures",
-            "Requests without a credential that is known: missing, unknown, or limited (too many from one address).",
+            "Requests without a good credential: missing, unknown, limited (too many from one address), admin (a wrong token).",
             ("reason",),
         )
         self.duration = Histogram(

@@ -299,6 +299,7 @@ class Running:
                 self.gateway.sweep()
                 self.moving.sweep(now)
                 self.reloading.sweep(now)
+                self.admin.sweep()
                 self._foresee(now)
                 if now >= self._observe_at:
                     self._observe_at = now + OBSERVE
