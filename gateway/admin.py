@@ -21,6 +21,7 @@ from aiohttp import web
 
 from gateway.config import shown
 from gateway.config_diff import fingerprints, tree
+from gateway.config_reader import Secret
 from gateway.door import Door
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
@@ -226,7 +227,9 @@ class AdminSite:
         if key is not None and not isinstance(key, str):
             raise BadRequest("api_key must be a string", param="api_key")
         try:
-            spec = WorkerSpec(url=url, engine=engine, models=models, api_key=key, kv_tokens=tokens)
+            spec = WorkerSpec(
+                url=url, engine=engine, models=models, api_key=None if key is None else Secret(key), kv_tokens=tokens
+            )
         except ValueError as error:
             raise BadRequest(str(error), param="url") from None
         before = len(self.running.fleet.workers)

@@ -23,11 +23,20 @@ class TLS:
 
     cert: str
     key: str
+    client_ca: str | None = None
+    """Authorities whose certificates clients may show to be a tenant."""
+    client_required: bool = False
+    """Whether clients without one are refused."""
 
     @property
     def files(self) -> list[str]:
-        """All that are read."""
+        """What is read again when it changes."""
         return [self.cert, self.key]
+
+    @property
+    def authorities(self) -> list[str]:
+        """What is read once: who was trusted cannot be distrusted while connections are made."""
+        return [] if self.client_ca is None else [self.client_ca]
 
 
 @dataclass(slots=True)
@@ -174,11 +183,31 @@ class Disaggregation:
 
 
 @dataclass(slots=True)
+class JWT:
+    """Tokens of an identity provider."""
+
+    issuer: str
+    """As the tokens say it (``iss``)."""
+    audience: list[str]
+    """Of which a token is to name one (``aud``)."""
+    jwks: str
+    """Where the issuer's public keys are: a URL, or a file."""
+    claim: str = "tenant"
+    """What names the tenant; with dots, a path."""
+    algorithms: list[str] = field(default_factory=lambda: ["RS256", "PS256", "ES256", "ES384", "EdDSA"])
+    leeway: Seconds = 30.0
+    """By which clocks may differ."""
+    refresh: Seconds = 600.0
+    """Between two readings of the keys."""
+
+
+@dataclass(slots=True)
 class Auth:
     """How credentials are looked at."""
 
     failures_per_minute: int = 60
     """Unknown credentials from one address, after which others that were not good lately are refused unseen; 0: no limit."""
+    jwt: JWT | None = None
 
 
 @dataclass(slots=True)
@@ -190,6 +219,10 @@ class TenantConfig:
     """In clear, or as ``warmroute key`` hashes them."""
     key_files: list[str] = field(default_factory=list)
     """Files of more of them, one a line; read again when they change."""
+    claims: list[str] | None = None
+    """Values of ``auth.jwt.claim`` that are it; its name, if not given."""
+    subjects: list[str] = field(default_factory=list)
+    """Of client certificates that are it: a URI or DNS name of them, or their common name."""
     policy: str | None = None
     models: list[str] | None = None
     aliases: dict[str, str] = field(default_factory=dict)

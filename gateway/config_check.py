@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gateway.config_reader import Problem
-from gateway.config_tenants import check_secret, check_tenants
+from gateway.config_tenants import check_secret, check_tenants, is_loopback
 from gateway.dialects.fields import NAMING
 from gateway.disagg import all_protocols
 from gateway.engines import all_engines
@@ -63,7 +62,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
         if not 0 <= port <= 65535:
             wrong(where, f"{port} is not a port: 1 to 65535, or 0 for any free one")
     check_secret("admin.token", config.admin.token, wrong)
-    if not _loopback(config.admin.host) and not config.admin.token:
+    if not is_loopback(config.admin.host) and not config.admin.token:
         wrong("admin.host", "the admin port listens beyond loopback: set admin.token, or host 127.0.0.1")
     if not 0 < config.doctor.rate <= 1000:
         wrong("doctor.rate", "must be more than 0, at most 1000 examinations a second")
@@ -273,10 +272,3 @@ def _check_disaggregation(told: Disaggregation, wrong: Any) -> None:
     for option in ("lease", "keep"):
         if getattr(told, option) <= 0:
             wrong(f"disaggregation.{option}", "must be more than 0")
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -31,7 +31,7 @@ LIVE: frozenset[Path] = frozenset(
     ).split()
 )
 """Keys that a running gateway takes, with all that is below them."""
-FIXED: frozenset[Path] = frozenset({("models", "*", "tokenizer"), ("models", "*", "template")})
+FIXED: frozenset[Path] = frozenset({("auth", "jwt"), ("models", "*", "tokenizer"), ("models", "*", "template")})
 """... but for these."""
 
 T = TypeVar("T")

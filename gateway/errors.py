@@ -8,7 +8,7 @@
     |     Refused 502, Unresolved 502, Reset 502, Malformed 502, ServerError 502, Stalled 504
     |-- Backpressure 503     a worker is full: not a fault of anybody, goes elsewhere
     `-- GatewayFault         nothing that could serve the request
-          NoWorker 503, NoConnection 503, Crowded 503, Internal 500
+          NoWorker 503, NoConnection 503, NoKeys 503, Crowded 503, Internal 500
 
 A `Fault` says what happened in words for the client; dialects say it in the client's shape. Messages never hold a worker's
 address, a credential or a prompt.
@@ -176,6 +176,10 @@ class NoWorker(GatewayFault):
 
 class NoConnection(GatewayFault):
     """All connections to the worker are in use."""
+
+
+class NoKeys(GatewayFault):
+    """A token cannot be checked: its issuer's keys are not known yet."""
 
 
 class Crowded(GatewayFault):

@@ -51,6 +51,10 @@ class Guesses(Generic[T]):
         if len(self._good) > GOOD:
             self._good.popitem(last=False)
 
+    def forget(self, digest: bytes) -> None:
+        """The credential is good no longer."""
+        self._good.pop(digest, None)
+
     def check(self, address: str) -> None:
         """Before a credential that was not good lately is looked at. Raises `GuessedTooOften`."""
         over = self._level(network(address)) - self.a_minute + 1

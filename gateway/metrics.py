@@ -211,9 +211,12 @@ class Metrics:
         self.config_reloads = Counter(
             "warmroute_config_reloads", "Reloads of the configuration: applied, unchanged, failed.", ("outcome",)
         )
+        self.jwks_reads = Counter(
+            "warmroute_jwks_reads", "Times that the keys of tokens' issuer were read, or could not be.", ("outcome",)
+        )
         self.auth_failures = Counter(
             "warmroute_auth_failures",
-            "Requests without a good credential: missing, unknown, limited (too many from one address), admin (a wrong token).",
+            "Requests without a good credential: missing, unknown, token (a JWT), limited (unknown, too often), admin.",
             ("reason",),
         )
         self.duration = Histogram(

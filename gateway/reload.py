@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +48,7 @@ SETTLE = 0.5
 PATIENCE = 60.0
 """Seconds that reading it may take."""
 SALT = b"compared here"
+AUTHORITIES = "listen.tls.client_ca"
 
 
 class NoFile(Exception):
@@ -109,7 +110,7 @@ class Reloading:
 
     def _files(self) -> list[str]:
         config = self.running.config
-        tls = [] if config.listen.tls is None else config.listen.tls.files
+        tls = [] if config.listen.tls is None else config.listen.tls.files + config.listen.tls.authorities
         return [*(path for tenant in config.tenants for path in tenant.key_files), *tls]
 
     def _stats(self) -> dict[str, Stat | None]:
@@ -181,7 +182,7 @@ class Reloading:
                 self._text = self.source.text
                 if touched and self._text == before and not self.problems:
                     return None
-                return self._follow(wanted, await self._reading(self._plan, wanted), touched)
+                return self._follow(await self._reading(self._plan, wanted), quiet=touched)
             except ConfigError as error:
                 self._text = self.source.text
                 if touched and self._text == before and self.problems:
@@ -197,7 +198,10 @@ class Reloading:
         config = self.running.config
         async with self._lock:
             try:
-                return self._follow(None, await self._reading(self._plan, config), quiet=True)
+                plan = await self._reading(self._plan, config)
+                # What the file says beyond is not read here, and is waited for still.
+                left = [key for key in self.needs_restart if key not in (*plan.restart, AUTHORITIES)]
+                return self._follow(replace(plan, restart=left + plan.restart), quiet=True)
             except ConfigError as error:
                 return self._failed(error.problems)
             except TimeoutError:
@@ -220,13 +224,16 @@ class Reloading:
             key.startswith("tenants") for key in changed
         ):
             changed.append("tenants.key_files")
-        tls = None if config.listen.tls is None else digest(config.listen.tls)
+        told = config.listen.tls
+        tls = None if told is None else digest(told.files)
         if tls != self.running.tls_digest:
             changed.append("listen.tls")
         restart = [change.key for change in compare(followed, tree(wanted, SALT))]
+        if told is not None and digest(told.authorities) != self.running.ca_digest:
+            restart.append(AUTHORITIES)
         return Plan(config, tenants, options, specs, changed, restart, tls)
 
-    def _follow(self, wanted: Config | None, plan: Plan, quiet: bool = False) -> Outcome:
+    def _follow(self, plan: Plan, quiet: bool) -> Outcome:
         """Swap. ``quiet``: nobody asked, so that nothing is said if nothing is new.
 
         Raises `ConfigError` for certificates that cannot be used, before anything changed.
@@ -237,8 +244,7 @@ class Reloading:
             running.tls_digest = plan.tls
         quiet = quiet and not self.problems
         self.problems = []
-        if wanted is not None:
-            self.needs_restart = plan.restart
+        self.needs_restart = plan.restart
         if not plan.changed:
             if not quiet:
                 running.metrics.config_reloads.add(("unchanged",))

@@ -29,10 +29,12 @@ from gateway.guesses import Guesses
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
+from gateway.jwks import KeySet
 from gateway.keeping import Keeper
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
 from gateway.moving import Moving
+from gateway.oidc import Tokens
 from gateway.opened import OpenSessions
 from gateway.preparing import Engines, Mode, Pool
 from gateway.probe import Probe
@@ -76,11 +78,16 @@ class Running:
         self.tls: ssl.SSLContext | None = None
         """What the listener speaks."""
         self.tls_digest: bytes | None = None
-        """Of the files that it was made of."""
+        """Of the certificate's files."""
+        self.ca_digest: bytes | None = None
+        """Of the authorities'."""
         limits_in, limits_out = make_limits(config)
         most = config.index.max_bytes
         self.index = PrefixIndex(RadixIndex(most), BlockIndex(most), self._moved)
         self.metrics = Metrics()
+        told = config.auth.jwt
+        self.key_set = None if told is None else KeySet(told.jwks, told.refresh, self.metrics)
+        """Of whoever issues tokens."""
         self.pool: Pool | None = None
         self._asked = 0
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
@@ -101,7 +108,7 @@ class Running:
             sessions=self.sessions,
             index=self.index,
             metrics=self.metrics,
-            tenants=make_tenants(config, self.metrics),
+            tenants=make_tenants(config, self.metrics, key_set=self.key_set),
             options=make_options(config),
             limits_in=limits_in,
             limits_out=limits_out,
@@ -154,6 +161,9 @@ class Running:
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
         self.metrics.gauges += self.reloading.gauges()
+        if self.key_set is not None:
+            self.key_set.changed = lambda: self.gateway.tenants.forget()
+            self.metrics.gauges += self.key_set.gauges()
         self.port = 0
         self.hurry = asyncio.Event()
         """Set to end without waiting for balancers."""
@@ -174,7 +184,7 @@ class Running:
         loop = asyncio.get_running_loop()
         await self._record()
         if listen.tls is not None:
-            self.tls_digest = digest(listen.tls)
+            self.tls_digest, self.ca_digest = digest(listen.tls.files), digest(listen.tls.authorities)
             self.tls = context(listen.tls)
         self._listener = await loop.create_server(
             lambda: Inbound(self.gateway.server),
@@ -191,6 +201,8 @@ class Running:
             self.keeper.start()
         await self.probe.start()
         self.reloading.start()
+        if self.key_set is not None:
+            self.key_set.start()
         self.lifecycle.start()
         if self.gateway.doctor is not None:
             self._examines = loop.create_task(self.gateway.doctor.run(), name="doctor")
@@ -201,6 +213,8 @@ class Running:
         gateway = self.gateway
         gateway.ending = True
         await self.reloading.stop()
+        if self.key_set is not None:
+            await self.key_set.stop()
         config = self.config
         try:
             async with asyncio.timeout(config.drain if pause is None else pause):
@@ -246,7 +260,8 @@ class Running:
 
     def make(self, config: Config) -> tuple[Tenants, Options]:
         """What is made of ``config`` to be followed; changes nothing. Raises `ConfigError`."""
-        return make_tenants(config, self.metrics, self.gateway.tenants), make_options(config)
+        tenants = make_tenants(config, self.metrics, self.gateway.tenants, self.key_set)
+        return tenants, make_options(config)
 
     def reconfigure(self, config: Config, tenants: Tenants, options: Options) -> None:
         """Follow ``config`` from here on, workers excepted."""
@@ -531,11 +546,15 @@ def _secret(config: Config, store: Store | None) -> bytes | None:
     return kept if told is None else str(told).encode()
 
 
-def make_tenants(config: Config, metrics: Metrics | None = None, before: Tenants | None = None) -> Tenants:
+def make_tenants(
+    config: Config, metrics: Metrics | None = None, before: Tenants | None = None, key_set: KeySet | None = None
+) -> Tenants:
     """Tenants with their policies and keys; of those ``before`` them only what they saw of credentials stays.
 
-    Raises `ConfigError` for keys that are none.
+    ``key_set``: that of tokens' issuer. Raises `ConfigError` for keys that are none.
     """
+    claims: dict[str, Tenant] = {}
+    subjects: dict[str, Tenant] = {}
     pairs: list[tuple[str, Tenant]] = []
     filed: list[bytes] = []
     for number, each in enumerate(config.tenants):
@@ -550,6 +569,8 @@ def make_tenants(config: Config, metrics: Metrics | None = None, before: Tenants
             log_content=each.log_content,
         )
         pairs += [(str(key), tenant) for key in each.keys]
+        claims |= dict.fromkeys([each.name] if each.claims is None else each.claims, tenant)
+        subjects |= dict.fromkeys(each.subjects, tenant)
         try:
             found = [str(key) for path in each.key_files for key in read_keys(path)]
             pairs += [(key, tenant) for key in found]
@@ -560,9 +581,25 @@ def make_tenants(config: Config, metrics: Metrics | None = None, before: Tenants
         pairs,
         Tenant(ANONYMOUS, log_content=not config.tenants) if config.anonymous or not config.tenants else None,
         keyed=bool(config.tenants),
+        tokens=None if key_set is None else _tokens(config, key_set),
+        claims=claims if key_set is not None else None,
+        subjects=subjects,
         guesses=Guesses[Known](config.auth.failures_per_minute) if before is None else before.guesses,
         filed=blake2b(b"\n".join(filed)).digest(),
         counted=(lambda reason: None) if metrics is None else lambda reason: metrics.auth_failures.add((reason,)),
+    )
+
+
+def _tokens(config: Config, keys: KeySet) -> Tokens:
+    told = config.auth.jwt
+    assert told is not None
+    return Tokens(
+        keys,
+        issuer=told.issuer,
+        audience=told.audience,
+        claim=told.claim,
+        algorithms=told.algorithms,
+        leeway=told.leeway,
     )
 
 

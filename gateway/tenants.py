@@ -2,14 +2,15 @@
 
 Whose a credential is gets found once for each connection and kept with its head (`gateway.http.incoming.Shape.memo`), so that
 a client that keeps its connection costs no look-up a request. It is found once more when the configuration or a file of keys
-changes, for then all of this is made anew: a `Tenants` never changes, and what it said holds for it alone. Only `Guesses`
-outlives it.
+changes, for then all of this is made anew: what a `Tenants` said holds for it alone. Only `Guesses` outlives it. What a token
+said holds until it expires.
 
 Without tenants everybody is one anonymous tenant and clients' credentials pass through to the workers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from time import time
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -18,6 +19,7 @@ from gateway.credentials import Keyring
 from gateway.errors import Forbidden, GuessedTooOften, Unauthorized
 from gateway.guesses import Guesses
 from gateway.http.incoming import Peer
+from gateway.oidc import NotGenuine, Tokens
 from policies.base import Policy
 
 ANONYMOUS = "anonymous"
@@ -72,13 +74,24 @@ class Known(NamedTuple):
     by: object
     """`Tenants.mark` of those who said so."""
     tenant: Tenant
+    until: float | None = None
+    """Unix seconds; ``None``: while they say so."""
+
+    def holds(self, mark: object) -> bool:
+        """Whether it is so still."""
+        return self.by is mark and (self.until is None or time() < self.until)
+
+
+class Unknown(Unauthorized):
+    """A key that is nobody's."""
 
 
 class Tenants:
     """All tenants, found by credential.
 
-    ``keyed``: there are tenants, though no key may be anybody's just now. ``counted`` is told each credential that fails:
-    missing, unknown, limited.
+    ``keyed``: there are tenants, though no key may be anybody's just now. ``claims``: values in tokens -> tenants;
+    ``subjects``: names in certificates -> tenants. ``counted`` is told each credential that fails: missing, unknown, token,
+    limited.
     """
 
     def __init__(
@@ -87,6 +100,9 @@ class Tenants:
         anonymous: Tenant | None = None,
         *,
         keyed: bool = False,
+        tokens: Tokens | None = None,
+        claims: Mapping[str, Tenant] | None = None,
+        subjects: Mapping[str, Tenant] | None = None,
         guesses: Guesses[Known] | None = None,
         filed: bytes = b"",
         counted: Callable[[str], None] = lambda reason: None,
@@ -101,11 +117,15 @@ class Tenants:
         """Digest of what files of keys say."""
         self.guesses = guesses or Guesses[Known]()
         self._counted = counted
+        self._tokens = tokens
+        self._claims = dict(claims or {})
+        self._subjects = dict(subjects or {})
         self._named = {tenant.name: tenant for tenant in self.all()}
 
     def all(self) -> list[Tenant]:
-        """Each of them, once for each key."""
-        return [*self._keys.owners(), *([self.anonymous] if self.anonymous else [])]
+        """Each of them, once for each way to be it."""
+        named = [*self._keys.owners(), *self._claims.values(), *self._subjects.values()]
+        return [*named, *([self.anonymous] if self.anonymous else [])]
 
     def policies(self) -> list[Policy]:
         """Policies that tenants have of their own."""
@@ -125,37 +145,74 @@ class Tenants:
         """
         if memo is not None:
             known = memo.get("tenant")
-            if isinstance(known, Known) and known.by is self.mark:
+            if isinstance(known, Known) and known.holds(self.mark):
                 return known.tenant
-        tenant = self._find(named, peer)
+        known = self._find(named, peer)
         if memo is not None:
-            memo["tenant"] = Known(self.mark, tenant)
-        return tenant
+            memo["tenant"] = known
+        return known.tenant
 
-    def _find(self, named: Mapping[bytes, bytes], peer: Peer | None) -> Tenant:
+    def forget(self) -> None:
+        """Nothing that was said of a credential holds any more: tokens' keys changed."""
+        self.mark = object()
+
+    def _find(self, named: Mapping[bytes, bytes], peer: Peer | None) -> Known:
         if not self.keyed:
             assert self.anonymous is not None
-            return self.anonymous
+            return Known(self.mark, self.anonymous)
         key = _credential(named)
         if key is None:
-            if self.anonymous is not None:
-                return self.anonymous
-            self._counted("missing")
-            raise Unauthorized("a key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+            return Known(self.mark, self._unnamed(peer))
         digest = self.guesses.digest(key)
         known = self.guesses.good(digest)
-        if known is not None and known.by is self.mark:
-            return known.tenant
+        if known is not None and known.holds(self.mark):
+            return known
         if known is None and peer is not None:
             self._slow(peer)
+        try:
+            found = self._look(key)
+        except (NotGenuine, Unknown):
+            if peer is not None:
+                self.guesses.failed(peer.address, digest)
+            raise
+        except Unauthorized:
+            self.guesses.forget(digest)
+            raise
+        self.guesses.passed(digest, found)
+        return found
+
+    def _unnamed(self, peer: Peer | None) -> Tenant:
+        """Of a request without a credential: whom its certificate names."""
+        if peer is not None and self._subjects:
+            named = {id(tenant): tenant for each in peer.subjects if (tenant := self._subjects.get(each)) is not None}
+            if len(named) > 1:
+                raise Forbidden("the certificate names several tenants")
+            if named:
+                return next(iter(named.values()))
+        if self.anonymous is not None:
+            return self.anonymous
+        self._counted("missing")
+        raise Unauthorized("a key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+
+    def _look(self, key: bytes) -> Known:
+        """Whose credential it is. Raises `Unknown`, `Unauthorized`, `Forbidden`, or `NoKeys`."""
+        tokens = self._tokens
+        if tokens is not None and tokens.looks(key):
+            try:
+                found = tokens.verify(key)
+            except Unauthorized:
+                self._counted("token")
+                raise
+            named = {id(tenant): tenant for each in found.values if (tenant := self._claims.get(each)) is not None}
+            if len(named) != 1:
+                which = "several tenants" if named else "no tenant that is known here"
+                raise Forbidden(f"the token is good, but names {which}")
+            return Known(self.mark, next(iter(named.values())), found.until)
         tenant = self._keys.find(key)
         if tenant is None:
             self._counted("unknown")
-            if peer is not None:
-                self.guesses.failed(peer.address, digest)
-            raise Unauthorized("this key is not known here")
-        self.guesses.passed(digest, Known(self.mark, tenant))
-        return tenant
+            raise Unknown("this key is not known here")
+        return Known(self.mark, tenant)
 
     def _slow(self, peer: Peer) -> None:
         try:

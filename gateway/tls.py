@@ -19,6 +19,13 @@ def context(told: TLS) -> ssl.SSLContext:
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_ciphers(CIPHERS)
     _load(made, told)
+    if told.client_ca is not None:
+        try:
+            made.load_verify_locations(told.client_ca)
+        except (OSError, ssl.SSLError):
+            problem = Problem(None, "listen.tls.client_ca", f"{told.client_ca} has no certificates that can be used")
+            raise ConfigError([problem]) from None
+        made.verify_mode = ssl.CERT_REQUIRED if told.client_required else ssl.CERT_OPTIONAL
     return made
 
 
@@ -29,10 +36,10 @@ def renew(made: ssl.SSLContext, told: TLS) -> None:
     _load(made, told)
 
 
-def digest(told: TLS) -> bytes | None:
-    """Of what the files hold; ``None`` where they cannot be read."""
+def digest(files: list[str]) -> bytes | None:
+    """Of what files hold; ``None`` where there are none, or one cannot be read."""
     try:
-        return blake2b(b"".join([Path(path).read_bytes() for path in told.files])).digest()
+        return blake2b(b"".join([Path(path).read_bytes() for path in files])).digest() if files else None
     except OSError:
         return None
 

@@ -18,6 +18,8 @@ class Peer(NamedTuple):
 
     address: str = ""
     """IP address; empty where there is none."""
+    subjects: tuple[str, ...] = ()
+    """Names in its certificate, which an authority that is trusted here signed."""
 
 
 NOBODY = Peer()

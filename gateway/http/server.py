@@ -13,10 +13,10 @@ the client leaves and when it reads too slowly; it writes through `send`.
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from time import monotonic
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -418,7 +418,17 @@ class Inbound(asyncio.Protocol):
 def peer_of(transport: asyncio.Transport) -> Peer:
     """What a connection tells of its other end."""
     name = transport.get_extra_info("peername")
-    return Peer(name[0] if isinstance(name, tuple) and name else "")
+    secured = transport.get_extra_info("ssl_object")
+    # Of a certificate that nobody checked there is nothing in it.
+    shown = secured.getpeercert() if secured is not None else None
+    return Peer(name[0] if isinstance(name, tuple) and name else "", subjects_of(shown) if shown else ())
+
+
+def subjects_of(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+    """URIs, DNS names and the common name of a certificate, as `ssl` tells it."""
+    names = [value for kind, value in certificate.get("subjectAltName", ()) if kind in ("URI", "DNS")]
+    names += [value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"]
+    return tuple(dict.fromkeys(names))
 
 
 class Server:
