@@ -1,32 +1,26 @@
 """The control plane: health, metrics, workers, sessions, the dry run. JSON over aiohttp, on an address of its own.
 
 With a token configured everything but ``/healthz`` and ``/readyz`` needs it as a bearer token; without one the address must
-be loopback. Requests that a browser makes on another site's behalf are refused. `gateway.openapi` describes all of it.
+be loopback. Requests that a browser makes on another site's behalf are refused (`gateway.access`). `gateway.openapi` describes
+all of it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Awaitable, Callable
-from hmac import compare_digest
-from ipaddress import ip_address
 from os import urandom
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-import aiohttp
-import msgspec
 from aiohttp import web
 
+from gateway.access import DOOR, LARGE, Access, in_json, read, read_object
 from gateway.config import shown
 from gateway.config_diff import fingerprints, tree
 from gateway.config_reader import Secret
 from gateway.door import Door
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
-from gateway.errors import BadRequest, Fault, NotFound
-from gateway.guesses import Guesses
+from gateway.errors import BadRequest, NotFound
 from gateway.openapi import DOCUMENT
 from gateway.portrait import brief, whole
 from gateway.reload import NoFile
@@ -38,13 +32,7 @@ from kv_index.groups import Tier
 if TYPE_CHECKING:
     from gateway.run import Running
 
-LARGE, SMALL = 64 * 1024 * 1024, 1024 * 1024
-"""Bytes of a body: of a request that is asked about, and of anything else."""
-UPLOAD = 60.0
-"""Seconds that a body may take."""
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
-DOOR = web.AppKey("door", Door)
-Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AdminSite:
@@ -56,7 +44,7 @@ class AdminSite:
         self.metrics_port: int | None = None
         self._runners: list[web.AppRunner] = []
         self._doors: list[Door] = []
-        self._guesses = Guesses[None]()
+        self.access = Access(running)
         self._salt = urandom(16)
 
     async def start(self) -> None:
@@ -64,7 +52,7 @@ class AdminSite:
         config = self.running.config
         self.port = await self._listen(self._application(), config.admin.host, config.admin.port)
         if config.metrics is not None:
-            scraped = web.Application(middlewares=[self._timed])
+            scraped = web.Application(middlewares=[self.access.timed])
             scraped.router.add_get("/metrics", self.metrics)
             self.metrics_port = await self._listen(scraped, config.metrics.host, config.metrics.port)
 
@@ -92,7 +80,7 @@ class AdminSite:
         return int(runner.addresses[0][1])
 
     def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self._timed, self._guard], client_max_size=0)
+        application = web.Application(middlewares=[self.access.timed, self.access.guard], client_max_size=0)
         route = application.router
         route.add_get("/healthz", self.healthz)
         route.add_get("/readyz", self.readyz)
@@ -115,80 +103,20 @@ class AdminSite:
         route.add_post("/config/reload", self.reload)
         return application
 
-    @web.middleware
-    async def _timed(self, request: web.Request, handler: Serve) -> web.StreamResponse:
-        door = request.app[DOOR]
-        door.begun(request.protocol)
-        try:
-            return await handler(request)
-        finally:
-            door.ended(request.protocol)
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Serve) -> web.StreamResponse:
-        try:
-            self._check(request)
-            return await handler(request)
-        except Fault as fault:
-            response = _fault(fault.status, fault.message)
-            if fault.status in (429, 503):
-                response.headers["retry-after"] = str(max(1, round(fault.retry_after or 1)))
-            return response
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            response = _fault(error.status, error.reason or "refused")
-            if "allow" in error.headers:
-                response.headers["allow"] = error.headers["allow"]
-            return response
-
-    def _check(self, request: web.Request) -> None:
-        origin = request.headers.get("origin")
-        site = request.headers.get("sec-fetch-site", "none")
-        if (origin is not None and urlsplit(origin).netloc != request.host) or site not in ("none", "same-origin"):
-            raise web.HTTPForbidden(reason="requests of other sites are refused")
-        token = self.running.config.admin.token
-        if not token and not _local(request.host):
-            # A name that some site lets point to this machine: then its pages are of the same origin.
-            raise web.HTTPForbidden(reason="without a token the admin port answers to localhost and to addresses only")
-        if request.path not in ("/healthz", "/readyz") and not self._authorized(request):
-            self._guessed(request)
-            raise web.HTTPUnauthorized(reason="send the admin token as 'Authorization: Bearer TOKEN'")
-        browser = origin is not None or "sec-fetch-site" in request.headers
-        if browser and request.can_read_body and request.content_type != "application/json":
-            # Of other sites a browser sends forms and text without asking first, but never this.
-            raise web.HTTPUnsupportedMediaType(reason="a browser has to send application/json")
-        if (request.content_length or 0) > (LARGE if request.path == "/route" else SMALL):
-            raise _too_large(request.path)
-
-    def _authorized(self, request: web.Request) -> bool:
-        token = self.running.config.admin.token
-        given = request.headers.get("authorization", "")
-        return not token or compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token!s}".encode())
-
-    def _guessed(self, request: web.Request) -> None:
-        """The token was wrong. Raises `GuessedTooOften`; a right one passes whatever came before, for an operator in need."""
-        given, address = request.headers.get("authorization"), request.remote or ""
-        if given is not None:
-            self.running.metrics.auth_failures.add(("admin",))
-            self._guesses.a_minute = self.running.config.auth.failures_per_minute
-            self._guesses.check(address)
-            self._guesses.failed(address, b"")
-
     # -- health and metrics -----------------------------------------------------------------------------------------
 
     async def healthz(self, request: web.Request) -> web.Response:
         """The process lives."""
-        return _json({"status": "ok", "config": self.running.reloading.told(self._authorized(request))})
+        return in_json({"status": "ok", "config": self.running.reloading.told(self.access.authorized(request))})
 
     async def readyz(self, request: web.Request) -> web.Response:
         """It can serve."""
         ready, body = self.running.gateway.own.readiness()
-        return _json(body, 200 if ready else 503)
+        return in_json(body, 200 if ready else 503)
 
     async def openapi(self, request: web.Request) -> web.Response:
         """What this site takes and answers."""
-        return _json(DOCUMENT)
+        return in_json(DOCUMENT)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus exposition."""
@@ -198,15 +126,15 @@ class AdminSite:
 
     async def workers(self, request: web.Request) -> web.Response:
         """All workers with what they are, lack and do."""
-        return _json({"workers": [self._worker(worker) for worker in self.running.fleet.workers.values()]})
+        return in_json({"workers": [self._worker(worker) for worker in self.running.fleet.workers.values()]})
 
     async def worker(self, request: web.Request) -> web.Response:
         """One worker."""
-        return _json(self._worker(self._find(request)))
+        return in_json(self._worker(self._find(request)))
 
     async def add_worker(self, request: web.Request) -> web.Response:
         """Add a worker: ``{"url", "engine"?, "models"?, "api_key"?, "kv_tokens"?}``; it joins when it answers."""
-        body = await _object(request)
+        body = await read_object(request)
         allowed = {"url", "engine", "models", "api_key", "kv_tokens"}
         for name in body:
             if name not in allowed:
@@ -235,19 +163,19 @@ class AdminSite:
         before = len(self.running.fleet.workers)
         worker = self.running.add_worker(spec)
         created = len(self.running.fleet.workers) > before
-        return _json(self._worker(worker), 201 if created else 200)
+        return in_json(self._worker(worker), 201 if created else 200)
 
     async def change_worker(self, request: web.Request) -> web.Response:
         """``{"state": "ready" | "draining"}``."""
         worker = self._find(request)
-        body = await _object(request)
+        body = await read_object(request)
         if set(body) != {"state"} or body["state"] not in ("ready", "draining"):
             raise BadRequest("what can be changed is {'state': 'ready'} or {'state': 'draining'}", param="state")
         if body["state"] == "draining":
             self.running.moving.drain(worker)
         elif worker.state is State.DRAINING:
             self.running.resume_worker(worker)
-        return _json(self._worker(worker))
+        return in_json(self._worker(worker))
 
     async def drain_worker(self, request: web.Request) -> web.Response:
         """Send it nothing new and give its sessions other homes, ``?over=SECONDS`` spreads that; its running requests end as
@@ -257,13 +185,13 @@ class AdminSite:
         if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", text):
             raise BadRequest("over must be a number of seconds, at most 99999", param="over")
         self.running.moving.drain(worker, float(text))
-        return _json(self._worker(worker), 202)
+        return in_json(self._worker(worker), 202)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
         """Forget it."""
         worker = self._find(request)
         self.running.remove_worker(worker)
-        return _json({"removed": worker.id, "running": worker.running})
+        return in_json({"removed": worker.id, "running": worker.running})
 
     def _find(self, request: web.Request) -> Worker:
         wanted = request.match_info["id"]
@@ -338,28 +266,28 @@ class AdminSite:
         if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= 1000:
             raise BadRequest("limit must be from 1 to 1000", param="limit")
         found = self.running.sessions.recent(int(text))
-        return _json(
+        return in_json(
             {"total": len(self.running.sessions), "sessions": [brief(self.running, session) for session in found]}
         )
 
     async def session(self, request: web.Request) -> web.Response:
         """One session: its turns, home and why, holdings, hits, breaks, parent and children, and whether its KV will last."""
-        return _json(whole(self.running, self._find_session(request)))
+        return in_json(whole(self.running, self._find_session(request)))
 
     async def remove_session(self, request: web.Request) -> web.Response:
         """Forget a session, with its sub-agents that go by its name; its next request is placed anew."""
         session = self._find_session(request)
         self.running.sessions.end(session)
-        return _json({"removed": session.key.hex()})
+        return in_json({"removed": session.key.hex()})
 
     async def move_session(self, request: web.Request) -> web.Response:
         """Give a session another home: ``{"to": "<target or worker>"}``, or to whom its policy prefers."""
         session = self._find_session(request)
-        body = await _object(request) if request.can_read_body else {}
+        body = await read_object(request) if request.can_read_body else {}
         if set(body) - {"to"} or not isinstance(body.get("to", ""), str):
             raise BadRequest("what can be given is {'to': '<name of a target>'}", param="to")
         self.running.moving.move(session, body.get("to"))
-        return _json(whole(self.running, session))
+        return in_json(whole(self.running, session))
 
     def _find_session(self, request: web.Request) -> Session:
         text = request.match_info["id"]
@@ -376,7 +304,7 @@ class AdminSite:
         doctor = self.running.gateway.doctor
         if doctor is None:
             raise NotFound("the doctor is off here: set doctor.enabled to true")
-        return _json(doctor.report())
+        return in_json(doctor.report())
 
     # -- the dry run and the configuration --------------------------------------------------------------------------
 
@@ -385,7 +313,7 @@ class AdminSite:
 
         Headers are read as the data port reads them; ``?path=/v1/messages`` names another path than chat completions.
         """
-        body = await _read(request, LARGE)
+        body = await read(request, LARGE)
         gateway = self.running.gateway
         path = request.query.get("path", "/v1/chat/completions").encode()
         named = {name.lower(): value for name, value in request.raw_headers}
@@ -395,16 +323,16 @@ class AdminSite:
         if key is not None:
             named[b"authorization"] = f"Bearer {key}".encode()
         ids = await gateway.ids_for(path, body, named)
-        return _json(gateway.dry_run(path, body, named, draw_of(named.get(b"x-request-id", b"dry run")), ids))
+        return in_json(gateway.dry_run(path, body, named, draw_of(named.get(b"x-request-id", b"dry run")), ids))
 
     async def config(self, request: web.Request) -> web.Response:
         """The configuration in force, secrets hidden."""
-        return _json(shown(self.running.config))
+        return in_json(shown(self.running.config))
 
     async def fingerprints(self, request: web.Request) -> web.Response:
         """By what another configuration's secrets are compared with those in force: 16 bits of a salted hash of each."""
         found = fingerprints(tree(self.running.config, self._salt, 2))
-        return _json({"salt": self._salt.hex(), "fingerprints": found})
+        return in_json({"salt": self._salt.hex(), "fingerprints": found})
 
     async def reload(self, request: web.Request) -> web.Response:
         """Read the configuration's file again and follow it: all of it, or, where something is wrong with it, nothing."""
@@ -417,58 +345,6 @@ class AdminSite:
         if outcome.problems:
             problems = [problem._asdict() for problem in outcome.problems]
             told = {"message": "the configuration was not reloaded", "code": 400, "problems": problems}
-            return _json({"error": told}, 400)
+            return in_json({"error": told}, 400)
         followed = {"outcome": outcome.outcome, "changed": outcome.changed, "generation": reloading.generation}
-        return _json({**followed, "needs_restart": reloading.needs_restart})
-
-
-def _local(host: str) -> bool:
-    name = urlsplit(f"//{host}").hostname or ""
-    try:
-        ip_address(name)
-    except ValueError:
-        return name == "localhost"
-    return True
-
-
-async def _read(request: web.Request, most: int) -> bytes:
-    """The body, of at most so many bytes. Raises what `_guard` answers."""
-    found = bytearray()
-    try:
-        async with asyncio.timeout(UPLOAD):
-            async for piece in request.content.iter_any():
-                found += piece
-                if len(found) > most:
-                    raise _too_large(request.path)
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(reason="the body did not come in time") from None
-    except (ValueError, aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError):
-        raise BadRequest("the body cannot be read: it is not framed, or not coded, as it says") from None
-    return bytes(found)
-
-
-def _too_large(path: str) -> web.HTTPException:
-    most = LARGE if path == "/route" else SMALL
-    return web.HTTPRequestEntityTooLarge(most, most, reason=f"the body is over the limit of {most} bytes")
-
-
-async def _object(request: web.Request) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(await _read(request, SMALL))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
-
-
-def _fault(status: int, message: str) -> web.Response:
-    headers = {"www-authenticate": "Bearer"} if status == 401 else None
-    response = _json({"error": {"message": message, "code": status}}, status)
-    if headers:
-        response.headers.update(headers)
-    return response
+        return in_json({**followed, "needs_restart": reloading.needs_restart})

@@ -28,11 +28,12 @@ from gateway.config import Config
 from gateway.config_check import check
 from gateway.config_diff import compare, effective, tree
 from gateway.config_reader import ConfigError, Problem
+from gateway.listed import Listed
 from gateway.metrics import Gauge
 from gateway.source import Source, Stat, stat_of
 from gateway.tenants import Tenants
 from gateway.tls import digest, renew
-from gateway.workers import State, Worker, WorkerSpec, id_of
+from gateway.workers import WorkerSpec, id_of
 
 if TYPE_CHECKING:
     from gateway.run import Running
@@ -80,8 +81,7 @@ class Reloading:
         """Why the last reload failed; empty: it did not."""
         self.needs_restart: list[str] = []
         """Keys of the file that are not followed."""
-        self.leaving: dict[str, tuple[Worker, float]] = {}
-        """Workers that are not listed any more, and when they are forgotten whatever runs on them."""
+        self.listed = Listed(running)
         self._lock = asyncio.Lock()
         self._asked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -252,7 +252,7 @@ class Reloading:
             return Outcome("unchanged")
         before = {id_of(worker.url) for worker in running.config.workers}
         running.reconfigure(plan.config, plan.tenants, plan.options)
-        self._workers(before, plan.specs)
+        self.listed.follow(before, plan.specs)
         self.generation += 1
         self.at = time()
         running.metrics.config_reloads.add(("applied",))
@@ -269,46 +269,6 @@ class Reloading:
         for problem in problems:
             log.error("%s", problem)
         return Outcome("failed", problems=problems)
-
-    # -- workers ----------------------------------------------------------------------------------------------------
-
-    def _workers(self, before: set[str], specs: dict[str, WorkerSpec]) -> None:
-        """Follow the list: ``before`` are those that it had."""
-        running = self.running
-        for id_, spec in specs.items():
-            worker = running.fleet.workers.get(id_)
-            if worker is None:
-                # One that an operator removed by hand stays away while its entry is the same.
-                if id_ not in before:
-                    running.add_worker(spec)
-                continue
-            if self.leaving.pop(id_, None) is not None:
-                running.resume_worker(worker)
-            if worker.spec != spec:
-                worker.respec(spec)
-                running.probe.doubt(worker)
-                running.fleet.changed()
-        for id_ in before - specs.keys():
-            worker = running.fleet.workers.get(id_)
-            if worker is not None:
-                if worker.state is not State.DRAINING:
-                    running.moving.drain(worker)
-                worker.reason = "not in the configuration any more"
-                self.leaving[id_] = (worker, running.fleet.clock() + running.config.drain_limit)
-
-    def sweep(self, now: float) -> None:
-        """Twice a second: forget workers that left."""
-        for id_, (worker, until) in list(self.leaving.items()):
-            if self.running.fleet.workers.get(id_) is not worker or worker.state is not State.DRAINING:
-                # An operator was there first.
-                del self.leaving[id_]
-                continue
-            drain = self.running.moving.drains.get(id_)
-            moved = drain is None or not drain.left or drain.stuck is not None
-            if (moved and not worker.running) or now >= until:
-                del self.leaving[id_]
-                self.running.remove_worker(worker)
-                log.info("%s is forgotten: it is not in the configuration any more", id_)
 
     # -- what is told -----------------------------------------------------------------------------------------------
 

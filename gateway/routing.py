@@ -63,6 +63,7 @@ class Routing:
         for name, model in self.models.items():
             model.thinking = options.thinking.get(name) or thinking_of(name)
             model.policy = options.policies.get(name) or self._default
+            model.label = name if self._known(name) else model.label
             self.holdings.describe(model)
 
     # -- asking -----------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ class Running:
             try:
                 self.gateway.sweep()
                 self.moving.sweep(now)
-                self.reloading.sweep(now)
+                self.reloading.listed.sweep(now)
                 self.admin.sweep()
                 self._foresee(now)
                 if now >= self._observe_at:
