@@ -33,7 +33,7 @@ from gateway.metrics import Gauge
 from gateway.source import Source, Stat, stat_of
 from gateway.tenants import Tenants
 from gateway.tls import digest, renew
-from gateway.workers import WorkerSpec, id_of
+from gateway.workers import WorkerSpec, id_of, tls_of
 
 if TYPE_CHECKING:
     from gateway.run import Running
@@ -217,6 +217,8 @@ class Reloading:
             raise ConfigError([each._replace(message=f"{each.message} (until a restart)") for each in problems])
         named = config.disaggregation.named
         specs = {id_of(worker.url): worker.spec(named) for worker in config.workers}
+        for number, worker in enumerate(config.workers):
+            self._check_tls(f"workers[{number}].ca", specs[id_of(worker.url)])
         tenants, options = self.running.make(config)
         followed = tree(config, SALT)
         changed = [change.key for change in compare(tree(now, SALT), followed)]
@@ -232,6 +234,16 @@ class Reloading:
         if told is not None and digest(told.authorities) != self.running.ca_digest:
             restart.append(AUTHORITIES)
         return Plan(config, tenants, options, specs, changed, restart, tls)
+
+    def _check_tls(self, key: str, spec: WorkerSpec) -> None:
+        """Raises `ConfigError` for authorities that cannot be read, if this is a worker that is new or changed."""
+        known = self.running.fleet.workers.get(id_of(spec.url))
+        if known is not None and known.spec == spec:
+            return
+        try:
+            tls_of(spec)
+        except OSError as error:
+            raise ConfigError([Problem(None, key, f"{spec.ca} cannot be used: {error.strerror or error}")]) from None
 
     def _follow(self, plan: Plan, quiet: bool) -> Outcome:
         """Swap. ``quiet``: nobody asked, so that nothing is said if nothing is new.

@@ -251,7 +251,7 @@ class Worker:
         parts = urlsplit(spec.url)
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.tls = _tls(spec) if parts.scheme == "https" else None
+        self.tls = tls_of(spec)
         self.base = parts.path.rstrip("/").encode()
         self.id = id_of(spec.url)
         self.authority = (f"[{self.host}]" if ":" in self.host else self.host) + f":{self.port}"
@@ -281,7 +281,7 @@ class Worker:
         before, self.spec = self.spec, spec
         secured = (spec.url, spec.ca, spec.verify_tls)
         if (before.url, before.ca, before.verify_tls) != secured:
-            self.tls = self.pool.tls = _tls(spec) if urlsplit(spec.url).scheme == "https" else None
+            self.tls = self.pool.tls = tls_of(spec)
         if before.kv_tokens is not None and spec.kv_tokens is None:
             self.facts.kv_tokens = None
         # Idle connections are of the old credentials' time.
@@ -350,7 +350,10 @@ class Worker:
         return sum(target.running for target in self.targets)
 
 
-def _tls(spec: WorkerSpec) -> ssl.SSLContext:
+def tls_of(spec: WorkerSpec) -> ssl.SSLContext | None:
+    """How it is spoken to; ``None``: in clear. Raises `OSError` for authorities that cannot be read."""
+    if urlsplit(spec.url).scheme != "https":
+        return None
     context = ssl.create_default_context(cafile=spec.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if not spec.verify_tls:

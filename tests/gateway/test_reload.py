@@ -7,15 +7,17 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
+from hypothesis import given, strategies as st
 
 from gateway import reload as reloading
-from gateway.config import Config
+from gateway.config import TLS, Config, Listen, MetricsAddress, ModelConfig, Secret, TenantConfig, WorkerConfig
 from gateway.config_diff import compare, effective, live, tree
 from gateway.run import Running
 from gateway.source import Source
@@ -264,6 +266,41 @@ async def test_a_worker_s_credential_changes_in_place(start: Start, file: File, 
     assert next(iter(running.fleet.workers.values())) is known
 
 
+async def test_what_a_worker_is_said_to_be_changes_in_place_and_its_cache_is_still_believed(
+    start: Start, file: File, engine: StartEngine
+) -> None:
+    started = await engine(models=["sim", "other"])
+    running = await start({"workers": [{"url": started.url, "kv_tokens": 5000}], "policy": "cache_aware"})
+    long = [{"role": "user", "content": "the quick brown fox " * 300}]
+    assert (await ask(running, None, messages=long)).status == 200
+    (row,) = (await admin(running, "/workers"))["workers"]
+    assert (row["kv_tokens"], row["models"]) == (5000, ["sim", "other"])
+    file.write({"workers": [{"url": started.url, "models": ["sim"]}], "policy": "cache_aware"})
+    status, body = await reload(running)
+    assert (status, body["changed"]) == (200, [f"workers[{started.url}].models", f"workers[{started.url}].kv_tokens"])
+    worker = next(iter(running.fleet.workers.values()))
+    await until(lambda: [model.name for model in worker.facts.models] == ["sim"] and worker.facts.kv_tokens)
+    assert worker.facts.kv_tokens != 5000, "it is the engine's own word now"
+    assert (await ask(running, None, model="other")).status == 503
+    again = await ask(running, None, messages=long)
+    assert int(again.one("x-warmroute-predicted-cached-tokens")) > 0
+
+
+async def test_authorities_of_a_worker_that_cannot_be_read_change_nothing(
+    start: Start, file: File, engine: StartEngine
+) -> None:
+    started = await engine()
+    running = await start({"workers": urls(started)})
+    file.write(
+        {"workers": [{"url": started.url.replace("http:", "https:"), "ca": "/no/such/file"}], "policy": "random"}
+    )
+    status, body = await reload(running)
+    assert status == 400
+    assert body["error"]["problems"][0]["key"] == "workers[0].ca"
+    answer = await ask(running, None)
+    assert (answer.status, answer.one("x-warmroute-decision")) == (200, "round_robin/turn")
+
+
 # -- what fails, and what takes a restart -------------------------------------------------------------------------------
 
 
@@ -364,8 +401,6 @@ async def test_flags_win_at_every_reload(start: Start, file: File, engine: Start
     started, listed = await engine(), await engine()
 
     def flags(config: Config) -> None:
-        from gateway.config import WorkerConfig
-
         config.workers.append(WorkerConfig(started.url))
         config.policy = "random"
 
@@ -507,9 +542,55 @@ async def test_nothing_fails_while_it_is_reloaded_again_and_again(
 # -- pure ---------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_followed_of_a_change_is_what_was_where_it_takes_a_restart() -> None:
-    from gateway.config import Listen, MetricsAddress, ModelConfig, TenantConfig
+def leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Where a configuration has something that is not made of parts."""
+    if is_dataclass(value):
+        return [leaf for each in fields(value) for leaf in leaves(getattr(value, each.name), (*path, each.name))]
+    return [path]
 
+
+def changed(config: Config, path: tuple[str, ...]) -> None:
+    """Make one key say something else, of its own type."""
+    place: Any = config
+    for name in path[:-1]:
+        place = getattr(place, name)
+    value = getattr(place, path[-1])
+    if isinstance(value, bool):
+        other: Any = not value
+    elif isinstance(value, int | float):
+        other = value + 1
+    elif path in (("workers",), ("tenants",)):
+        other = [WorkerConfig("http://h:1") if path == ("workers",) else TenantConfig("t", [Secret("k")])]
+    elif isinstance(value, list):
+        other = [*value, "x"]
+    elif isinstance(value, dict):
+        other = {**value, "new": ModelConfig(tokenizer="engine") if path == ("models",) else {"name": "random"}}
+    elif path == ("listen", "tls"):
+        other = TLS("c", "k")
+    else:
+        other = None if value else Secret("other")
+    setattr(place, path[-1], other)
+
+
+@given(st.sets(st.sampled_from(leaves(Config()))), st.sets(st.sampled_from(leaves(Config()))))
+def test_every_key_is_either_followed_or_told_to_take_a_restart(one: set[Any], other: set[Any]) -> None:
+    before, after = Config(), Config()
+    for path in sorted(one):
+        changed(before, path)
+    for path in sorted(other):
+        changed(after, path)
+    found = effective(before, after)
+    followed = [change.path for change in compare(tree(before, b""), tree(found, b""))]
+    left = [change.path for change in compare(tree(found, b""), tree(after, b""))]
+    assert all(map(live, followed))
+    assert not any(map(live, left))
+    whole = {change.path for change in compare(tree(before, b""), tree(after, b""))}
+    # A model that is new is followed as such, and its tokenizer is not.
+    assert whole <= {*followed, *left} <= whole | {("models", "new", "tokenizer")}
+    assert not list(compare(tree(effective(found, after), b""), tree(found, b"")))
+
+
+def test_what_is_followed_of_a_change_is_what_was_where_it_takes_a_restart() -> None:
     before = Config(models={"m": ModelConfig(tokenizer="engine", aliases=["x"])})
     after = Config(
         listen=Listen(port=1, idle=5.0),
