@@ -279,6 +279,9 @@ class Running:
             tokens=config.sessions.token,
             labels=config.sessions.labels,
         )
+        # None is made here, but of a model that is not configured any more prompts are text again.
+        kept = {name for name, model in config.models.items() if model.tokenizer is not None}
+        self.gateway.modes = {name: mode for name, mode in self.gateway.modes.items() if name in kept}
         told = config.sessions
         self.sessions.reconfigure(told.max, told.idle, told.headers, told.fields, told.cookie)
         self.index.radix.max_bytes = self.index.blocks.max_bytes = config.index.max_bytes

@@ -125,6 +125,7 @@ async def test_a_token_is_the_tenant_that_its_claim_names(gateway: Begin, engine
         assert token not in answer.body.decode()
         if who is None:
             assert answer.json()["error"]["type"] == "permission_error"
+    assert (await ask(running, None)).status == 401, "nobody is served without being somebody"
     text = await admin(running, "/metrics")
     assert "warmroute_jwks_keys 3.0" in text
     assert 'tenant="a"' in text and 'tenant="b"' in text

@@ -373,6 +373,29 @@ async def test_what_takes_a_restart_stays_and_is_told_by_name(start: Start, file
     assert (await told(running))["needs_restart"] == []
 
 
+async def test_a_tokenizer_takes_a_restart_to_come_and_goes_with_its_model(
+    start: Start, file: File, engine: StartEngine
+) -> None:
+    said = {"workers": urls(await engine()), "policy": "cache_aware"}
+    running = await start({**said, "models": {"sim": {"tokenizer": "engine"}}})
+    assert (await ask(running, None)).status == 200
+    file.write({**said, "models": {"sim": {"aliases": ["x"]}}})
+    assert (await reload(running))[1]["needs_restart"] == ["models.sim.tokenizer"]
+    assert (await ask(running, None, model="x")).status == 200
+    file.write(said)
+    assert (await reload(running))[1] == {
+        "outcome": "applied",
+        "changed": ["models.sim"],
+        "generation": 2,
+        "needs_restart": [],
+    }
+    assert not running.gateway.modes
+    assert (await ask(running, None)).status == 200
+    file.write({**said, "models": {"sim": {"tokenizer": "engine"}}})
+    assert (await reload(running))[1]["needs_restart"] == ["models.sim.tokenizer"]
+    assert (await ask(running, None)).status == 200
+
+
 async def test_the_admin_token_is_not_lost_to_an_address_that_is_not_followed(
     start: Start, file: File, engine: StartEngine
 ) -> None:
