@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from gateway.config_check import check
-from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null
+from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null, masked
 from gateway.workers import EventSource, WorkerSpec, address
 from policies.base import Policy, load as load_policy
 
@@ -380,8 +380,13 @@ class Config:
         return load_policy(str(kind), options)
 
 
-def parse(text: str, environment: Mapping[str, str] | None = None, source: str = "") -> Config:
-    """A configuration out of YAML. Raises `ConfigError` with all problems found."""
+def parse(
+    text: str, environment: Mapping[str, str] | None = None, source: str = "", filled: dict[str, str] | None = None
+) -> Config:
+    """A configuration out of YAML. Raises `ConfigError` with all problems found.
+
+    ``filled`` gets what variables held that were read: their values are told in no message.
+    """
     reader = Reader(os.environ if environment is None else environment)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -397,8 +402,10 @@ def parse(text: str, environment: Mapping[str, str] | None = None, source: str =
     problems = reader.problems
     if config is not None and not problems:
         problems = check(config, reader.lines)
+    if filled is not None:
+        filled.update(reader.filled)
     if problems or config is None:
-        raise ConfigError(problems, source)
+        raise ConfigError(masked(problems, reader.filled), source)
     return config
 
 

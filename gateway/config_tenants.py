@@ -124,6 +124,8 @@ def _check_claims(config: Config, wrong: Any) -> None:
         at = f"tenants[{number}].claims"
         if tenant.claims is not None and config.auth.jwt is None:
             wrong(at, "there are no tokens that could say so: configure auth.jwt, or take this out")
+        if config.auth.jwt is None:
+            continue
         for value in [tenant.name] if tenant.claims is None else tenant.claims:
             if value in seen:
                 wrong(at, f"{value!r} names another tenant already")

@@ -27,7 +27,7 @@ from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_check import check
 from gateway.config_diff import compare, effective, tree
-from gateway.config_reader import ConfigError, Problem
+from gateway.config_reader import ConfigError, Problem, masked
 from gateway.listed import Listed
 from gateway.metrics import Gauge
 from gateway.source import Source, Stat, stat_of
@@ -173,39 +173,42 @@ class Reloading:
 
         Raises `NoFile`. What is wrong with the file is in the outcome.
         """
-        if self.source is None:
+        source = self.source
+        if source is None:
             raise NoFile("the gateway was started without a configuration file: there is nothing to reload")
         async with self._lock:
             before = self._text
             try:
-                wanted = await self._reading(self.source.load)
-                self._text = self.source.text
+                wanted = await self._reading(source.load)
+                self._text = source.text
                 if touched and self._text == before and not self.problems:
                     return None
                 return self._follow(await self._reading(self._plan, wanted), quiet=touched)
-            except ConfigError as error:
-                self._text = self.source.text
+            except Exception as error:
+                self._text = source.text
                 if touched and self._text == before and self.problems:
                     return None
-                return self._failed(error.problems)
-            except TimeoutError:
-                return self._failed(
-                    [Problem(None, "", f"{self.source.path} could not be read within {PATIENCE:.0f} s")]
-                )
+                return self._failed(masked(self._why(error), source.filled))
 
     async def refresh(self) -> Outcome:
         """Follow files of keys and certificates; the configuration stays."""
-        config = self.running.config
         async with self._lock:
             try:
-                plan = await self._reading(self._plan, config)
+                plan = await self._reading(self._plan, self.running.config)
                 # What the file says beyond is not read here, and is waited for still.
                 left = [key for key in self.needs_restart if key not in (*plan.restart, AUTHORITIES)]
                 return self._follow(replace(plan, restart=left + plan.restart), quiet=True)
-            except ConfigError as error:
-                return self._failed(error.problems)
-            except TimeoutError:
-                return self._failed([Problem(None, "", f"files could not be read within {PATIENCE:.0f} s")])
+            except Exception as error:
+                return self._failed(self._why(error))
+
+    def _why(self, error: Exception) -> list[Problem]:
+        """What is wrong, in an except block."""
+        if isinstance(error, ConfigError):
+            return error.problems
+        if isinstance(error, TimeoutError):
+            return [Problem(None, "", f"files could not be read within {PATIENCE:.0f} s")]
+        self.running.gateway.defect("reloading the configuration")
+        return [Problem(None, "", "the gateway failed at it; its log says why")]
 
     def _plan(self, wanted: Config) -> Plan:
         """All that can fail; changes nothing. Raises `ConfigError`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from gateway import config as configuration
 from gateway.config import Config
 from gateway.config_check import check
-from gateway.config_reader import ConfigError, Problem
+from gateway.config_reader import ConfigError, Problem, masked
 
 Stat = tuple[int, int, int, int]
 
@@ -23,6 +23,8 @@ class Source:
         """What the file said when it was last read."""
         self.stat: Stat | None = None
         """What it was then."""
+        self.filled: dict[str, str] = {}
+        """What variables held that it reads."""
         self._flags = flags
 
     def load(self) -> Config:
@@ -33,11 +35,12 @@ class Source:
             text = self.text.decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError([Problem(None, "", f"{self.path} cannot be read: {error}")]) from None
-        config = configuration.parse(text, source=self.path)
+        self.filled.clear()
+        config = configuration.parse(text, source=self.path, filled=self.filled)
         self._flags(config)
         problems = check(config)
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(masked(problems, self.filled))
         return config
 
 
