@@ -67,6 +67,9 @@ class Access:
             if "allow" in error.headers:
                 response.headers["allow"] = error.headers["allow"]
             return response
+        except ConnectionError:
+            # The client left; there is nobody to answer.
+            raise
         except Exception:
             self.running.gateway.defect("answering on the admin port")
             return _refusal(500, "the gateway failed; its log says why")
