@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -44,6 +45,8 @@ def run(before: str | None, after: str, admin: str | None, token: str | None, as
 
 def _running(admin: str, token: str | None) -> tuple[bytes, Any]:
     """The salt of its fingerprints, and what a gateway has in force."""
+    # Its lines of requests are of no use beside the differences.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         with httpx.Client(headers=headers, timeout=SECONDS, trust_env=False) as http:

@@ -280,7 +280,7 @@ class Reloading:
     def _failed(self, problems: list[Problem]) -> Outcome:
         self.problems = problems
         self.running.metrics.config_reloads.add(("failed",))
-        log.error("the configuration was not reloaded, and what was in force stays: %d problems", len(problems))
+        log.error("the configuration was not reloaded, and what was in force stays; problems: %d", len(problems))
         for problem in problems:
             log.error("%s", problem)
         return Outcome("failed", problems=problems)
