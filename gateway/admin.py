@@ -1,26 +1,29 @@
 """The control plane: health, metrics, workers, sessions, the dry run. JSON over aiohttp, on an address of its own.
 
 With a token configured everything but ``/healthz`` and ``/readyz`` needs it as a bearer token; without one the address must
-be loopback. Requests that a browser makes on another site's behalf are refused.
+be loopback. Requests that a browser makes on another site's behalf are refused (`gateway.access`). `gateway.openapi` describes
+all of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
-from hmac import compare_digest
-from ipaddress import ip_address
+from os import urandom
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
+from gateway.access import DOOR, LARGE, Access, in_json, read, read_object
 from gateway.config import shown
+from gateway.config_diff import fingerprints, tree
+from gateway.config_reader import Secret
+from gateway.door import Door
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
-from gateway.errors import BadRequest, Fault, NotFound
+from gateway.errors import BadRequest, NotFound
+from gateway.openapi import DOCUMENT
 from gateway.portrait import brief, whole
+from gateway.reload import NoFile
 from gateway.routing import draw_of
 from gateway.sessions import Session
 from gateway.workers import State, Worker, WorkerSpec
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from gateway.run import Running
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
-Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AdminSite:
@@ -41,13 +43,16 @@ class AdminSite:
         self.port = 0
         self.metrics_port: int | None = None
         self._runners: list[web.AppRunner] = []
+        self._doors: list[Door] = []
+        self.access = Access(running)
+        self._salt = urandom(16)
 
     async def start(self) -> None:
         """Listen. Raises `OSError`."""
         config = self.running.config
         self.port = await self._listen(self._application(), config.admin.host, config.admin.port)
         if config.metrics is not None:
-            scraped = web.Application()
+            scraped = web.Application(middlewares=[self.access.timed])
             scraped.router.add_get("/metrics", self.metrics)
             self.metrics_port = await self._listen(scraped, config.metrics.host, config.metrics.port)
 
@@ -56,21 +61,31 @@ class AdminSite:
         for runner in self._runners:
             await runner.cleanup()
         self._runners.clear()
+        self._doors.clear()
+
+    def sweep(self) -> None:
+        """Twice a second."""
+        for door in self._doors:
+            door.sweep()
 
     async def _listen(self, application: web.Application, host: str, port: int) -> int:
+        door = application[DOOR] = Door()
+        self._doors.append(door)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=2)
         await runner.setup()
         self._runners.append(runner)
+        door.server = runner.server
         site = web.TCPSite(runner, host, port)
         await site.start()
         return int(runner.addresses[0][1])
 
     def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self._guard], client_max_size=64 * 1024 * 1024)
+        application = web.Application(middlewares=[self.access.timed, self.access.guard], client_max_size=0)
         route = application.router
         route.add_get("/healthz", self.healthz)
         route.add_get("/readyz", self.readyz)
         route.add_get("/metrics", self.metrics)
+        route.add_get("/openapi.json", self.openapi)
         route.add_get("/workers", self.workers)
         route.add_post("/workers", self.add_worker)
         route.add_get("/workers/{id}", self.worker)
@@ -84,47 +99,25 @@ class AdminSite:
         route.add_get("/doctor", self.doctor)
         route.add_post("/route", self.route)
         route.add_get("/config", self.config)
+        route.add_get("/config/fingerprints", self.fingerprints)
+        route.add_post("/config/reload", self.reload)
         return application
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Serve) -> web.StreamResponse:
-        try:
-            self._check(request)
-            return await handler(request)
-        except Fault as fault:
-            return _fault(fault.status, fault.message)
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            response = _fault(error.status, error.reason or "refused")
-            if "allow" in error.headers:
-                response.headers["allow"] = error.headers["allow"]
-            return response
-
-    def _check(self, request: web.Request) -> None:
-        origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != request.host:
-            raise web.HTTPForbidden(reason="requests of other sites are refused")
-        token = self.running.config.admin.token
-        if not token and not _local(request.host):
-            # A name that some site lets point to this machine: then its pages are of the same origin.
-            raise web.HTTPForbidden(reason="without a token the admin port answers to localhost and to addresses only")
-        if not token or request.path in ("/healthz", "/readyz"):
-            return
-        given = request.headers.get("authorization", "")
-        if not compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token!s}".encode()):
-            raise web.HTTPUnauthorized(reason="send the admin token as 'Authorization: Bearer TOKEN'")
 
     # -- health and metrics -----------------------------------------------------------------------------------------
 
     async def healthz(self, request: web.Request) -> web.Response:
         """The process lives."""
-        return _json({"status": "ok", "pressure": self.running.gateway.pressure.told()})
+        told = self.running.reloading.told(self.access.authorized(request))
+        return in_json({"status": "ok", "config": told, "pressure": self.running.gateway.pressure.told()})
 
     async def readyz(self, request: web.Request) -> web.Response:
         """It can serve."""
         ready, body = self.running.gateway.own.readiness()
-        return _json(body, 200 if ready else 503)
+        return in_json(body, 200 if ready else 503)
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """What this site takes and answers."""
+        return in_json(DOCUMENT)
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus exposition."""
@@ -134,15 +127,15 @@ class AdminSite:
 
     async def workers(self, request: web.Request) -> web.Response:
         """All workers with what they are, lack and do."""
-        return _json({"workers": [self._worker(worker) for worker in self.running.fleet.workers.values()]})
+        return in_json({"workers": [self._worker(worker) for worker in self.running.fleet.workers.values()]})
 
     async def worker(self, request: web.Request) -> web.Response:
         """One worker."""
-        return _json(self._worker(self._find(request)))
+        return in_json(self._worker(self._find(request)))
 
     async def add_worker(self, request: web.Request) -> web.Response:
         """Add a worker: ``{"url", "engine"?, "models"?, "api_key"?, "kv_tokens"?}``; it joins when it answers."""
-        body = await _object(request)
+        body = await read_object(request)
         allowed = {"url", "engine", "models", "api_key", "kv_tokens"}
         for name in body:
             if name not in allowed:
@@ -163,28 +156,27 @@ class AdminSite:
         if key is not None and not isinstance(key, str):
             raise BadRequest("api_key must be a string", param="api_key")
         try:
-            spec = WorkerSpec(url=url, engine=engine, models=models, api_key=key, kv_tokens=tokens)
+            spec = WorkerSpec(
+                url=url, engine=engine, models=models, api_key=None if key is None else Secret(key), kv_tokens=tokens
+            )
         except ValueError as error:
             raise BadRequest(str(error), param="url") from None
         before = len(self.running.fleet.workers)
         worker = self.running.add_worker(spec)
         created = len(self.running.fleet.workers) > before
-        return _json(self._worker(worker), 201 if created else 200)
+        return in_json(self._worker(worker), 201 if created else 200)
 
     async def change_worker(self, request: web.Request) -> web.Response:
         """``{"state": "ready" | "draining"}``."""
         worker = self._find(request)
-        body = await _object(request)
+        body = await read_object(request)
         if set(body) != {"state"} or body["state"] not in ("ready", "draining"):
             raise BadRequest("what can be changed is {'state': 'ready'} or {'state': 'draining'}", param="state")
         if body["state"] == "draining":
             self.running.moving.drain(worker)
         elif worker.state is State.DRAINING:
-            self.running.moving.resume(worker)
-            # What was never read, or fails its probes, has to join again; what is healthy serves at once.
-            serves = bool(worker.targets) and not worker.failures
-            self.running.fleet.set_state(worker, State.READY if serves else State.JOINING, "resumed by the operator")
-        return _json(self._worker(worker))
+            self.running.resume_worker(worker)
+        return in_json(self._worker(worker))
 
     async def drain_worker(self, request: web.Request) -> web.Response:
         """Send it nothing new and give its sessions other homes, ``?over=SECONDS`` spreads that; its running requests end as
@@ -194,13 +186,13 @@ class AdminSite:
         if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", text):
             raise BadRequest("over must be a number of seconds, at most 99999", param="over")
         self.running.moving.drain(worker, float(text))
-        return _json(self._worker(worker), 202)
+        return in_json(self._worker(worker), 202)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
         """Forget it."""
         worker = self._find(request)
         self.running.remove_worker(worker)
-        return _json({"removed": worker.id, "running": worker.running})
+        return in_json({"removed": worker.id, "running": worker.running})
 
     def _find(self, request: web.Request) -> Worker:
         wanted = request.match_info["id"]
@@ -276,28 +268,28 @@ class AdminSite:
         if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= 1000:
             raise BadRequest("limit must be from 1 to 1000", param="limit")
         found = self.running.sessions.recent(int(text))
-        return _json(
+        return in_json(
             {"total": len(self.running.sessions), "sessions": [brief(self.running, session) for session in found]}
         )
 
     async def session(self, request: web.Request) -> web.Response:
         """One session: its turns, home and why, holdings, hits, breaks, parent and children, and whether its KV will last."""
-        return _json(whole(self.running, self._find_session(request)))
+        return in_json(whole(self.running, self._find_session(request)))
 
     async def remove_session(self, request: web.Request) -> web.Response:
         """Forget a session, with its sub-agents that go by its name; its next request is placed anew."""
         session = self._find_session(request)
         self.running.sessions.end(session)
-        return _json({"removed": session.key.hex()})
+        return in_json({"removed": session.key.hex()})
 
     async def move_session(self, request: web.Request) -> web.Response:
         """Give a session another home: ``{"to": "<target or worker>"}``, or to whom its policy prefers."""
         session = self._find_session(request)
-        body = await _object(request) if request.can_read_body else {}
+        body = await read_object(request) if request.can_read_body else {}
         if set(body) - {"to"} or not isinstance(body.get("to", ""), str):
             raise BadRequest("what can be given is {'to': '<name of a target>'}", param="to")
         self.running.moving.move(session, body.get("to"))
-        return _json(whole(self.running, session))
+        return in_json(whole(self.running, session))
 
     def _find_session(self, request: web.Request) -> Session:
         text = request.match_info["id"]
@@ -314,7 +306,7 @@ class AdminSite:
         doctor = self.running.gateway.doctor
         if doctor is None:
             raise NotFound("the doctor is off here: set doctor.enabled to true")
-        return _json(doctor.report())
+        return in_json(doctor.report())
 
     # -- the dry run and the configuration --------------------------------------------------------------------------
 
@@ -323,7 +315,7 @@ class AdminSite:
 
         Headers are read as the data port reads them; ``?path=/v1/messages`` names another path than chat completions.
         """
-        body = await request.read()
+        body = await read(request, LARGE)
         gateway = self.running.gateway
         path = request.query.get("path", "/v1/chat/completions").encode()
         named = {name.lower(): value for name, value in request.raw_headers}
@@ -333,39 +325,28 @@ class AdminSite:
         if key is not None:
             named[b"authorization"] = f"Bearer {key}".encode()
         ids = await gateway.ids_for(path, body, named)
-        return _json(gateway.dry_run(path, body, named, draw_of(named.get(b"x-request-id", b"dry run")), ids))
+        return in_json(gateway.dry_run(path, body, named, draw_of(named.get(b"x-request-id", b"dry run")), ids))
 
     async def config(self, request: web.Request) -> web.Response:
         """The configuration in force, secrets hidden."""
-        return _json(shown(self.running.config))
+        return in_json(shown(self.running.config))
 
+    async def fingerprints(self, request: web.Request) -> web.Response:
+        """By what another configuration's secrets are compared with those in force: 16 bits of a salted hash of each."""
+        found = fingerprints(tree(self.running.config, self._salt, 2))
+        return in_json({"salt": self._salt.hex(), "fingerprints": found})
 
-def _local(host: str) -> bool:
-    name = urlsplit(f"//{host}").hostname or ""
-    try:
-        ip_address(name)
-    except ValueError:
-        return name == "localhost"
-    return True
-
-
-async def _object(request: web.Request) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(await request.read())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
-
-
-def _fault(status: int, message: str) -> web.Response:
-    headers = {"www-authenticate": "Bearer"} if status == 401 else None
-    response = _json({"error": {"message": message, "code": status}}, status)
-    if headers:
-        response.headers.update(headers)
-    return response
+    async def reload(self, request: web.Request) -> web.Response:
+        """Read the configuration's file again and follow it: all of it, or, where something is wrong with it, nothing."""
+        reloading = self.running.reloading
+        try:
+            outcome = await reloading.reload()
+        except NoFile as error:
+            raise web.HTTPConflict(reason=str(error)) from None
+        assert outcome is not None
+        if outcome.problems:
+            problems = [problem._asdict() for problem in outcome.problems]
+            told = {"message": "the configuration was not reloaded", "code": 400, "problems": problems}
+            return in_json({"error": told}, 400)
+        followed = {"outcome": outcome.outcome, "changed": outcome.changed, "generation": reloading.generation}
+        return in_json({**followed, "needs_restart": reloading.needs_restart})

@@ -78,6 +78,15 @@ class Admission:
         self._timer: TimerHandle | None = None
         self._awake = False
 
+    def reconfigure(self, options: Options) -> None:
+        """Go on with other options; the levels keep their names."""
+        assert [each.name for each in options.priorities] == list(self.levels)
+        self.options = options
+        for queue in self.queues.values():
+            queue.bounds = options.bounds
+            for level, priority in zip(queue.levels, options.priorities, strict=True):
+                level.priority = priority
+
     # -- arriving ---------------------------------------------------------------------------------------------------
 
     def patience(self, exchange: Exchange, now: float) -> float:

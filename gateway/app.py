@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from math import ceil, inf
@@ -111,17 +111,12 @@ class Gateway:
         self.pressure.moved = self._pressed
         self.options = options
         self.routing = Routing(fleet, sessions, index, metrics, options)
-        self.routing.policies = {each.name: each.policy for each in tenants.all() if each.policy is not None}
-        policies = [options.default(), *options.policies.values(), *tenants.policies()]
         self.modes = dict(modes or {})
         """Model -> how token ids of its prompts are made."""
         self.pairs = Pairs(self, pairs or Disaggregation())
         self.preparing: set[Preparing] = set()
-        self._default = options.default()
         self._relief = load_policy("session", {"fallback": "least_load"})
         """What routes under pressure."""
-        self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
-        """No policy here wants prompts."""
         self.limits_in = limits_in or Inward()
         self.limits_out = limits_out or Outward()
         self.attempts = attempts
@@ -144,11 +139,7 @@ class Gateway:
         """Readiness is off: this process is on its way out."""
         self.dialects = all_dialects()
         self.fallback = self.dialects["openai"]
-        self.routes: dict[bytes, tuple[Dialect, Route]] = {
-            path: (dialect, route) for dialect in self.dialects.values() for path, route in dialect.routes.items()
-        }
-        for path in passthrough:
-            self.routes.setdefault(path.encode(), (self.fallback, OPAQUE))
+        self._choose(passthrough)
         self.inserts = Inserts(self, isolation_key, secure)
         self.accounts = Accounts(self)
         self.defects = 0
@@ -165,6 +156,48 @@ class Gateway:
         for tenant in tenants.all():
             tenant.meter = self.meters.of(tenant.name, tenant.limits)
         self.meters.keep({tenant.name for tenant in tenants.all()})
+
+    def _choose(self, passthrough: Sequence[str]) -> None:
+        """What follows from tenants and options: policies, and the paths that there are."""
+        self._default = self.options.default()
+        policies = [self._default, *self.options.policies.values(), *self.tenants.policies()]
+        self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
+        """No policy here wants prompts."""
+        self.routing.policies = {each.name: each.policy for each in self.tenants.all() if each.policy is not None}
+        self.routes: dict[bytes, tuple[Dialect, Route]] = {
+            path: (dialect, route) for dialect in self.dialects.values() for path, route in dialect.routes.items()
+        }
+        for path in passthrough:
+            self.routes.setdefault(path.encode(), (self.fallback, OPAQUE))
+
+    def reconfigure(
+        self,
+        *,
+        tenants: Tenants,
+        options: Options,
+        limits_in: Inward,
+        limits_out: Outward,
+        attempts: int,
+        retry_budget: float,
+        passthrough: Sequence[str],
+        tokens: bool,
+        labels: bool,
+        queueing: Queueing,
+        pressure: Limits,
+    ) -> None:
+        """Serve otherwise from here on: each request sees all of what was, or all of this. What was learned stays."""
+        self.tenants = tenants
+        self.measure(tenants)
+        self.admission.reconfigure(queueing)
+        self.pressure.limits = pressure
+        self.attempts, self.retry_budget = attempts, retry_budget
+        self.tokens, self.labels = tokens, labels
+        self.limits_in = self.server.limits = limits_in
+        self.limits_out = self.fleet.limits = limits_out
+        for worker in self.fleet.workers.values():
+            worker.pool.limits = limits_out
+        self.routing.reconfigure(options)
+        self._choose(passthrough)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +237,8 @@ class Gateway:
         if incoming.method != b"POST":
             raise WrongMethod(shown(incoming.path), "POST")
         refuse = partial(self._refuse, incoming, client, self.dialects["sglang"], request_id)
-        self.opened.verb(incoming, client, self.tenants.of(incoming.named), refuse)
+        tenant = self.tenants.of(incoming.named, incoming.memo, incoming.peer)
+        self.opened.verb(incoming, client, tenant, refuse)
 
     def _refuse(
         self, incoming: Incoming, client: Inbound, dialect: Dialect, request_id: bytes, error: Exception
@@ -222,7 +256,7 @@ class Gateway:
     def _exchange(
         self, incoming: Incoming, client: Inbound, dialect: Dialect, route: Route, request_id: bytes, started: float
     ) -> None:
-        tenant = self.tenants.of(incoming.named)
+        tenant = self.tenants.of(incoming.named, incoming.memo, incoming.peer)
         if self.pressure.rung >= Rung.BULK:
             self._spare(tenant)
         if tenant.meter is not None:
@@ -240,12 +274,12 @@ class Gateway:
         ids: bytes | None = None
         mode = self._mode(tenant, reading) if self.modes else None
         if mode is not None:
-            made = self._start(mode, route, incoming.body, reading)
+            made = self._start(mode, route, incoming.body, tenant, reading)
             if isinstance(made, asyncio.Future):
 
                 def then(ids: bytes | None, reason: str) -> None:
                     if ids is None:
-                        self._by_text(reading, reason)
+                        self._by_text(tenant, reading, reason)
                     try:
                         self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
                     except Exception as error:
@@ -297,7 +331,7 @@ class Gateway:
         worker = opened.target.worker
         if reading.model is None:
             reading.model = worker.facts.models[0].name if worker.facts.models else None
-        elif not self.fleet.serves(worker, self.options.aliases.get(reading.model, reading.model)):
+        elif not self.fleet.serves(worker, self.options.real(tenant.called(reading.model))):
             raise BadRequest(f"session id {opened.name} is not one of the model {reading.model!r}", param="model")
         if not self.opened.allowed(tenant, opened.target):
             raise Forbidden("this key may not use the model of this session", param="session_params")
@@ -339,47 +373,49 @@ class Gateway:
 
     def _mode(self, tenant: Tenant, reading: Reading) -> Mode | None:
         """How this request's token ids are made; ``None`` where nobody needs them, or the client gave them."""
-        name = self._served_name(reading)
+        name = self._served_name(tenant, reading)
         mode = self.modes.get(name) if name is not None else None
         policy = tenant.policy or self.options.policies.get(name or "") or self._default
         if mode is None or not policy.needs_prefix:
             return None
         if self.pressure.rung >= Rung.TOKENS:
-            self._by_text(reading, "pressure")
+            self._by_text(tenant, reading, "pressure")
             return None
         if reading.model is not None:
             # Before anything is done for it.
             tenant.check_model(reading.model)
         return None if reading.ids is not None and reading.ids() is not None else mode
 
-    def _served_name(self, reading: Reading) -> str | None:
+    def _served_name(self, tenant: Tenant, reading: Reading) -> str | None:
         if reading.opaque or reading.make_prompt is None:
             return None
         if reading.model is not None:
-            return self.options.aliases.get(reading.model, reading.model)
+            return self.options.real(tenant.called(reading.model))
         try:
             model = self.routing.model(None)
         except Fault:
             return None
         return None if model is None else model.name
 
-    def _start(self, mode: Mode, route: Route, body: bytes, reading: Reading) -> bytes | asyncio.Future[bytes] | None:
+    def _start(
+        self, mode: Mode, route: Route, body: bytes, tenant: Tenant, reading: Reading
+    ) -> bytes | asyncio.Future[bytes] | None:
         try:
             made = mode.start(route.kind, body)
         except Unrendered as error:
-            self._by_text(reading, error.reason)
+            self._by_text(tenant, reading, error.reason)
             return None
         except Exception:
             self.defect("making token ids")
-            self._by_text(reading, "defect")
+            self._by_text(tenant, reading, "defect")
             return None
         if made is None:
-            self._by_text(reading, "dialect")
+            self._by_text(tenant, reading, "dialect")
         return made
 
-    def _by_text(self, reading: Reading, reason: str) -> None:
+    def _by_text(self, tenant: Tenant, reading: Reading, reason: str) -> None:
         """A request of a model with a tokenizer is routed by text after all."""
-        self.metrics.token_fallbacks.add((self._served_name(reading) or "", reason))
+        self.metrics.token_fallbacks.add((self._served_name(tenant, reading) or "", reason))
 
     async def ids_for(self, path: bytes, body: bytes, named: Mapping[bytes, bytes]) -> bytes | None:
         """Token ids for a dry run, if its model has a tokenizer. Raises `Fault`."""

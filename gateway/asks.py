@@ -1,7 +1,7 @@
 """What the gateway knows of a model, and what it gathers of one request on its way to a choice."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from gateway.dialects import Reading
 from gateway.prompt import Prompt, Thinking
@@ -200,3 +200,12 @@ class Options:
     by_ids: frozenset[str] = frozenset()
     """Models whose prompts are routed by token ids."""
     most_models: int = 1024
+
+    def real(self, name: str) -> str:
+        """The model that goes by ``name``."""
+        return self.aliases.get(name, name)
+
+    def become(self, other: "Options") -> None:
+        """Say what ``other`` says from here on, to all who have this one."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))

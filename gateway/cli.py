@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from gateway import config as configuration
 from gateway.config import Config, WorkerConfig
 from gateway.config_check import check
 from gateway.config_reader import ConfigError, Problem
+from gateway.credentials import SALT, BadKey, hashed, new_key
+from gateway.source import Source
 from kv_index.checkpoints import Rule
 
 if TYPE_CHECKING:
@@ -65,8 +68,26 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--worker", metavar="URL", action="append", default=[], help="a worker to ask; may be repeated")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.set_defaults(run=_check)
+    _add_diff(commands)
     _add_doctor(commands)
+    key = commands.add_parser("key", help="make a tenant's key, or hash one")
+    key.add_argument("--hash", action="store_true", help="hash the key on standard input, and make none")
+    key.add_argument("--salt", metavar="HEX", help="that of other keys: each distinct salt costs unknown keys time")
+    key.set_defaults(run=_key)
     return parser
+
+
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    diff = commands.add_parser(
+        "diff",
+        help="tell what another configuration would change",
+        description="Exit status: 0 for no change, 1 for some, 2 if they could not be compared.",
+    )
+    diff.add_argument("files", metavar="FILE", nargs="+", help="OLD and NEW; with --admin only NEW")
+    diff.add_argument("--admin", metavar="URL", help="compare with what the gateway of that admin port has in force")
+    diff.add_argument("--token-env", metavar="NAME", help="the environment variable that has its admin token")
+    diff.add_argument("--json", action="store_true", help="print the changes as JSON")
+    diff.set_defaults(run=_diff)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -204,9 +225,8 @@ def _count(text: str) -> int:
     return value
 
 
-def _config(options: argparse.Namespace) -> Config:
-    """The configuration of a file and flags together. Raises `ConfigError`."""
-    config = configuration.read(options.config) if options.config else Config()
+def _flags(options: argparse.Namespace, config: Config) -> None:
+    """What flags say wins over ``config``, whenever it is read."""
     for url in options.worker:
         config.workers.append(WorkerConfig(url))
     if options.policy is not None:
@@ -217,22 +237,31 @@ def _config(options: argparse.Namespace) -> Config:
         config.listen.port = options.port
     if options.admin_port is not None:
         config.admin.port = options.admin_port
+
+
+def _config(options: argparse.Namespace) -> tuple[Config, Source | None]:
+    """The configuration of a file and flags together, and where it came from. Raises `ConfigError`."""
+    if options.config:
+        source = Source(options.config, partial(_flags, options))
+        return source.load(), source
+    config = Config()
+    _flags(options, config)
     problems = check(config)
     if problems:
         raise ConfigError(problems)
-    return config
+    return config, None
 
 
 def _serve(options: argparse.Namespace) -> int:
     from gateway.run import serve
 
-    config = _config(options)
+    config, source = _config(options)
     if not config.workers:
         logging.getLogger("warmroute").warning(
             "no workers: name some with --worker URL, in the file, or POST them to /workers on the admin port"
         )
     try:
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, source))
     except OSError as error:
         print(f"cannot listen: {error}", file=sys.stderr)
         return 1
@@ -298,6 +327,36 @@ def _doctor(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"warmroute doctor: {error}", file=sys.stderr)
         return 2
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from gateway.diff_command import run
+
+    *before, after = options.files
+    if len(before) != (0 if options.admin else 1):
+        raise ConfigError([Problem(None, "", "name two files, OLD and NEW, or one file and --admin URL")])
+    token = None
+    if options.token_env is not None:
+        token = configuration.variable(options.token_env)
+    return run(before[0] if before else None, after, options.admin, token, options.json)
+
+
+def _key(options: argparse.Namespace) -> int:
+    key = sys.stdin.read().strip() if options.hash else new_key()
+    try:
+        salt = None if options.salt is None else bytes.fromhex(options.salt)
+        if salt is not None and not 0 < len(salt) <= SALT:
+            raise ValueError
+    except ValueError:
+        raise ConfigError([Problem(None, "--salt", f"up to {2 * SALT} hex digits are needed")]) from None
+    try:
+        line = hashed(key, salt)
+    except BadKey as error:
+        raise ConfigError([Problem(None, "key", str(error))]) from None
+    if not options.hash:
+        print(f"{key}\n\nIt is shown this once: give it to its tenant. In the configuration, or a file of keys:\n")
+    print(line)
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

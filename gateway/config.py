@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from gateway.config_check import check
-from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null
+from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null, masked
 from gateway.workers import EventSource, WorkerSpec, address
 from policies.base import Policy, load as load_policy
 
@@ -23,6 +23,20 @@ class TLS:
 
     cert: str
     key: str
+    client_ca: str | None = None
+    """Authorities whose certificates clients may show to be a tenant."""
+    client_required: bool = False
+    """Whether clients without one are refused."""
+
+    @property
+    def files(self) -> list[str]:
+        """What is read again when it changes."""
+        return [self.cert, self.key]
+
+    @property
+    def authorities(self) -> list[str]:
+        """What is read once: who was trusted cannot be distrusted while connections are made."""
+        return [] if self.client_ca is None else [self.client_ca]
 
 
 @dataclass(slots=True)
@@ -241,13 +255,52 @@ class AdmissionConfig:
 
 
 @dataclass(slots=True)
+class JWT:
+    """Tokens of an identity provider."""
+
+    issuer: str
+    """As the tokens say it (``iss``)."""
+    audience: list[str]
+    """Of which a token is to name one (``aud``)."""
+    jwks: str
+    """Where the issuer's public keys are: a URL, or a file."""
+    claim: str = "tenant"
+    """What names the tenant; with dots, a path."""
+    algorithms: list[str] = field(default_factory=lambda: ["RS256", "PS256", "ES256", "ES384", "EdDSA"])
+    leeway: Seconds = 30.0
+    """By which clocks may differ."""
+    refresh: Seconds = 600.0
+    """Between two readings of the keys."""
+
+
+@dataclass(slots=True)
+class Auth:
+    """How credentials are looked at."""
+
+    failures_per_minute: int = 60
+    """Unknown credentials from one address, after which others that were not good lately are refused unseen; 0: no limit."""
+    jwt: JWT | None = None
+
+
+@dataclass(slots=True)
 class TenantConfig:
     """One tenant."""
 
     name: str
     keys: list[Secret] = field(default_factory=list)
+    """In clear, or as ``warmroute key`` hashes them."""
+    key_files: list[str] = field(default_factory=list)
+    """Files of more of them, one a line; read again when they change."""
+    claims: list[str] | None = None
+    """Values of ``auth.jwt.claim`` that are it; its name, if not given."""
+    subjects: list[str] = field(default_factory=list)
+    """Of client certificates that are it: a URI or DNS name of them, or their common name."""
     policy: str | None = None
     models: list[str] | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of its own -> models."""
+    log_content: bool = False
+    """Whether ``doctor.examples`` may show its prompts."""
     isolation: str = "shared"
     priority: str | None = None
     """One of ``admission.priorities``; if not given: the first."""
@@ -373,6 +426,7 @@ class Config:
     models: dict[str, ModelConfig] = field(default_factory=dict)
     workers: list[WorkerConfig] = field(default_factory=list)
     tenants: list[TenantConfig] = field(default_factory=list)
+    auth: Auth = field(default_factory=Auth)
     anonymous: bool = False
     """Whether requests without a key are served although there are tenants."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
@@ -406,8 +460,13 @@ class Config:
         return load_policy(str(kind), options)
 
 
-def parse(text: str, environment: Mapping[str, str] | None = None, source: str = "") -> Config:
-    """A configuration out of YAML. Raises `ConfigError` with all problems found."""
+def parse(
+    text: str, environment: Mapping[str, str] | None = None, source: str = "", filled: dict[str, str] | None = None
+) -> Config:
+    """A configuration out of YAML. Raises `ConfigError` with all problems found.
+
+    ``filled`` gets what variables held that were read: their values are told in no message.
+    """
     reader = Reader(os.environ if environment is None else environment)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -423,8 +482,10 @@ def parse(text: str, environment: Mapping[str, str] | None = None, source: str =
     problems = reader.problems
     if config is not None and not problems:
         problems = check(config, reader.lines)
+    if filled is not None:
+        filled.update(reader.filled)
     if problems or config is None:
-        raise ConfigError(problems, source)
+        raise ConfigError(masked(problems, reader.filled), source)
     return config
 
 
@@ -435,6 +496,14 @@ def read(path: str, environment: Mapping[str, str] | None = None) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(None, "", f"{path} cannot be read: {error}")]) from None
     return parse(text, environment, path)
+
+
+def variable(name: str) -> str:
+    """A variable of the environment. Raises `ConfigError` if it is not set."""
+    found = os.environ.get(name)
+    if not found:
+        raise ConfigError([Problem(None, "", f"the environment has no {name}: set it, or name another variable")])
+    return found
 
 
 def shown(value: Any) -> Any:

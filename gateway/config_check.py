@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from gateway.canonical import STEPS
 from gateway.config_reader import Problem
+from gateway.config_tenants import check_secret, check_tenants, is_loopback
 from gateway.dialects.fields import NAMING
 from gateway.disagg import all_protocols
 from gateway.engines import all_engines
@@ -54,7 +53,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
 
     _check_policies(config, wrong)
     _check_workers(config, wrong)
-    _check_tenants(config, wrong)
+    check_tenants(config, wrong)
     _check_admission(config, wrong)
     _check_numbers(config, wrong)
     ports = {"listen.port": config.listen.port, "admin.port": config.admin.port}
@@ -71,13 +70,9 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     for where, port in ports.items():
         if not 0 <= port <= 65535:
             wrong(where, f"{port} is not a port: 1 to 65535, or 0 for any free one")
-    _check_secret("admin.token", config.admin.token, wrong)
-    if not _loopback(config.admin.host) and not config.admin.token:
+    check_secret("admin.token", config.admin.token, wrong)
+    if not is_loopback(config.admin.host) and not config.admin.token:
         wrong("admin.host", "the admin port listens beyond loopback: set admin.token, or host 127.0.0.1")
-    for number, tenant in enumerate(config.tenants):
-        for step in tenant.canonical:
-            if step not in STEPS:
-                wrong(f"tenants[{number}].canonical", f"{step!r} is not one of {', '.join(STEPS)}")
     if not 0 < config.doctor.rate <= 1000:
         wrong("doctor.rate", "must be more than 0, at most 1000 examinations a second")
     if not 0 < config.doctor.share <= 1:
@@ -106,7 +101,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
     for name in config.sessions.fields:
         if name not in NAMING:
             wrong("sessions.fields", f"{name!r} is not one of {', '.join(NAMING)}")
-    _check_secret("sessions.token_key", config.sessions.token_key, wrong)
+    check_secret("sessions.token_key", config.sessions.token_key, wrong)
     _check_stores(config.sessions, wrong)
     if config.sessions.cookie and not config.sessions.token:
         wrong("sessions.cookie", "there is no cookie without a token: set sessions.token to true, or leave cookie out")
@@ -284,16 +279,6 @@ def _check_numbers(config: Config, wrong: Any) -> None:
                 wrong(f"workers[{number}].{option}", "must be more than 0")
 
 
-def _check_secret(key: str, secret: str | None, wrong: Any) -> None:
-    """Secrets out of files like to end with a line break, and variables to be set to nothing."""
-    if secret is None:
-        return
-    if not secret:
-        wrong(key, "is empty: leave the key out, or give it a value")
-    elif not secret.isprintable() or secret != secret.strip():
-        wrong(key, "holds a line break, a control character, or blanks at its ends: take them out")
-
-
 def _check_workers(config: Config, wrong: Any) -> None:
 
     seen: set[str] = set()
@@ -307,7 +292,7 @@ def _check_workers(config: Config, wrong: Any) -> None:
         if where in seen:
             wrong(f"{key}.url", "this worker is listed twice")
         seen.add(where)
-        _check_secret(f"{key}.api_key", worker.api_key, wrong)
+        check_secret(f"{key}.api_key", worker.api_key, wrong)
         if worker.engine is not None and worker.engine not in all_engines():
             wrong(f"{key}.engine", f"{worker.engine!r} is not one of {', '.join(all_engines())}")
         _check_events(f"{key}.events", worker.events, wrong)
@@ -336,31 +321,3 @@ def _check_disaggregation(told: Disaggregation, wrong: Any) -> None:
     for option in ("lease", "keep"):
         if getattr(told, option) <= 0:
             wrong(f"disaggregation.{option}", "must be more than 0")
-
-
-def _check_tenants(config: Config, wrong: Any) -> None:
-    names: set[str] = set()
-    keys: set[str] = set()
-    for number, tenant in enumerate(config.tenants):
-        key = f"tenants[{number}]"
-        if tenant.name in names:
-            wrong(f"{key}.name", f"two tenants are called {tenant.name!r}")
-        names.add(tenant.name)
-        if not tenant.name:
-            wrong(f"{key}.name", "a tenant needs a name")
-        if not tenant.keys:
-            wrong(f"{key}.keys", f"tenant {tenant.name!r} has no key: nobody could ever be it")
-        for secret in tenant.keys:
-            _check_secret(f"{key}.keys", secret, wrong)
-            if secret in keys:
-                wrong(f"{key}.keys", "this key is used twice")
-            keys.add(secret)
-        if tenant.isolation not in ("shared", "isolated"):
-            wrong(f"{key}.isolation", f"{tenant.isolation!r} is neither shared nor isolated")
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

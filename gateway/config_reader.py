@@ -42,6 +42,19 @@ class Problem(NamedTuple):
         return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
 
 
+def masked(problems: list[Problem], filled: Mapping[str, str]) -> list[Problem]:
+    """The same without what variables held: by its name it is found as well, and it may be a secret in the wrong place."""
+    found = []
+    for problem in problems:
+        message = problem.message
+        for name, value in filled.items():
+            message = message.replace(repr(value), f"'${{{name}}}'")
+            if len(value) >= LONG:
+                message = message.replace(value, f"${{{name}}}").replace(repr(value)[1:-1], f"${{{name}}}")
+        found.append(problem._replace(message=message))
+    return found
+
+
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, not only the first."""
 
@@ -52,6 +65,8 @@ class ConfigError(ValueError):
 
 
 T = TypeVar("T")
+LONG = 6
+"""Characters of what is told from other words, wherever it stands."""
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h)?\Z")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMG])?\Z")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -65,6 +80,8 @@ class Reader:
         self.environment = environment
         self.problems: list[Problem] = []
         self.lines: dict[str, int] = {}
+        self.filled: dict[str, str] = {}
+        """What variables held that were read."""
 
     def wrong(self, node: yaml.Node, key: str, message: str) -> None:
         self.problems.append(Problem(node.start_mark.line + 1, key, message))
@@ -158,6 +175,7 @@ class Reader:
             if value is None:
                 self.wrong(node, path, f"the environment has no {match[1]}: set it, or write the value here")
                 return ""
+            self.filled[match[1]] = value
             return value
 
         return _VARIABLE.sub(fill, str(node.value))

@@ -63,9 +63,12 @@ class _Kept:
 
 
 class Doctor:
-    """See the head of this file. ``rate``: examinations a second; ``share``: of the sessions, at most; ``examples``: findings
-    show some characters around a break; ``counted(tenant, cause, tokens)`` is told each break; ``ideal``: nobody tells what
-    was cached, so what prompts share counts as found."""
+    """See the head of this file.
+
+    ``rate``: examinations a second; ``share``: of the sessions, at most; ``examples``: findings show some characters around a
+    break, of tenants that ``shows`` says yes to; ``counted(tenant, cause, tokens)`` is told each break; ``ideal``: nobody
+    tells what was cached, so what prompts share counts as found.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Doctor:
         rate: float = 10.0,
         share: float = 1.0,
         examples: bool = False,
+        shows: Callable[[str], bool] = lambda tenant: True,
         counted: Callable[[str, str, int], None] = lambda tenant, cause, tokens: None,
         measure: Measure | None = None,
         ideal: bool = False,
@@ -85,7 +89,7 @@ class Doctor:
         """Of the sessions that are sampled now."""
         self._bodies = 0
         self._held_back = 0
-        self.findings = Findings(examples)
+        self.findings = Findings(examples, shows)
         self.skipped: Counter[str] = Counter()
         """Prompts that were not examined, by reason."""
         self.breaks_skipped = 0
@@ -101,6 +105,15 @@ class Doctor:
         self._under_way = False
         self._now = 0.0
         self._calm: float | None = None
+
+    def reconfigure(self, memory: int, rate: float, share: float, examples: bool) -> None:
+        """Other bounds from here on."""
+        self.memory, self.rate, self.most_share = memory, rate, share
+        self._starts.memory = memory // 4
+        self.share = min(self.share, share)
+        self._bar = int(self.share * _ALL)
+        self.findings.examples = examples
+        self._halve()
 
     @property
     def held(self) -> int:

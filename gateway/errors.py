@@ -3,12 +3,13 @@
     Fault
     |-- ClientFault          the request cannot be served as it is: 4xx, never counts against a worker
     |     BadRequest 400, Unauthorized 401, Forbidden 403, NotFound 404, WrongMethod 405, TimedOut 408,
-    |     TooLarge 413, ExpectationFailed 417, RateLimited 429, HeadTooLarge 431, NotImplementedHere 501, WrongVersion 505
+    |     TooLarge 413, ExpectationFailed 417, RateLimited 429, GuessedTooOften 429, HeadTooLarge 431, NotImplementedHere 501,
+    |     WrongVersion 505
     |-- WorkerFault          a worker broke its promise; counts against it
     |     Refused 502, Unresolved 502, Reset 502, Malformed 502, ServerError 502, Stalled 504
     |-- Backpressure 503     a worker is full: not a fault of anybody, goes elsewhere
     `-- GatewayFault         nothing that could serve the request
-          NoWorker 503, NoConnection 503, Crowded 503, Overloaded 429, OutOfTime 504, Internal 500
+          NoWorker 503, NoConnection 503, NoKeys 503, Crowded 503, Overloaded 429, OutOfTime 504, Internal 500
 
 A `Fault` says what happened in words for the client; dialects say it in the client's shape. Messages never hold a worker's
 address, a credential or a prompt.
@@ -108,6 +109,16 @@ class RateLimited(ClientFault):
         self.reason = self.limit = limit
 
 
+class GuessedTooOften(ClientFault):
+    """Too many unknown credentials came from one address; this one was not looked at."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message, retry_after=retry_after)
+
+
 class HeadTooLarge(ClientFault):
     """The request's head is over its limits."""
 
@@ -180,6 +191,10 @@ class NoWorker(GatewayFault):
 
 class NoConnection(GatewayFault):
     """All connections to the worker are in use."""
+
+
+class NoKeys(GatewayFault):
+    """A token cannot be checked: its issuer's keys are not known yet."""
 
 
 class Crowded(GatewayFault):

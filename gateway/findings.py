@@ -5,6 +5,7 @@ No text of a prompt is in here unless the operator asked for examples: positions
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
 from typing import Any, NamedTuple
@@ -193,6 +194,8 @@ class Findings:
     """All of them, within bounds."""
 
     examples: bool = False
+    shows: Callable[[str], bool] = lambda tenant: True
+    """Whether examples may be of that tenant's prompts."""
     most: int = MOST
     _found: dict[tuple[object, ...], Finding] = field(default_factory=dict)
     _offsets: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -229,7 +232,7 @@ class Findings:
         totals = self.of(tenant, model)
         totals.breaks += 1
         totals.lost += cost.lost
-        if self.examples:
+        if self.examples and self.shows(tenant):
             before, after = (text[max(0, broken.at - SHOWN) : broken.at + SHOWN] for text in broken.texts)
             finding.example = {"before": before, "after": after}
 
@@ -270,7 +273,7 @@ class Findings:
             "last_seen": finding.seen,
             "cure": finding.cure,
             "text": finding.text(share, of),
-            "example": finding.example,
+            "example": finding.example if self.examples and self.shows(finding.tenant) else None,
         }
 
 

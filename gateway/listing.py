@@ -4,12 +4,14 @@ from typing import Any
 
 import msgspec
 
+from gateway.asks import Options
 from gateway.fleet import Fleet
+from gateway.tenants import Tenant
 from gateway.workers import State
 
 
-def models(fleet: Fleet, aliases: dict[str, str], allowed: frozenset[str] | None) -> dict[str, dict[str, Any]]:
-    """Name -> its entry: one a model, aliases included, only what ready workers serve and ``allowed`` names.
+def models(fleet: Fleet, options: Options, tenant: Tenant) -> dict[str, dict[str, Any]]:
+    """Name -> its entry: one a model, aliases included, only what ready workers serve and ``tenant`` may use.
 
     Where workers differ the shortest ``max_model_len`` is told, for a request may go to any of them.
     """
@@ -24,10 +26,12 @@ def models(fleet: Fleet, aliases: dict[str, str], allowed: frozenset[str] | None
                 entries[model.name] = {**listing, "id": model.name}
             elif model.max_length is not None:
                 known["max_model_len"] = min(known.get("max_model_len") or model.max_length, model.max_length)
-    for alias, name in aliases.items():
-        if name in entries and alias not in entries:
-            entries[alias] = {**entries[name], "id": alias, "root": name}
-    return {name: entry for name, entry in sorted(entries.items()) if allowed is None or name in allowed}
+    served = dict(entries)
+    own = {alias: options.real(name) for alias, name in tenant.aliases.items()}
+    for alias, name in {**options.aliases, **own}.items():
+        if name in served and (alias not in served or alias in own):
+            entries[alias] = {**served[name], "id": alias, "root": name}
+    return {name: entry for name, entry in sorted(entries.items()) if tenant.may_use(name)}
 
 
 def models_body(entries: dict[str, dict[str, Any]]) -> bytes:

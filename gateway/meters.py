@@ -138,9 +138,12 @@ class Meters:
 
     def of(self, tenant: str, limits: Limits) -> Meter | None:
         """The tenant's meter with these limits, which goes on with what it counted; ``None`` where nothing is limited."""
-        if limits == Limits():
-            return None
         meter = self._of.get(tenant)
+        if limits == Limits():
+            if meter is not None:
+                # Those that wait still ask it.
+                meter.limits = limits
+            return None
         if meter is None:
             meter = self._of[tenant] = Meter(tenant, limits)
         meter.limits = limits

@@ -209,6 +209,17 @@ class Metrics:
             "warmroute_recording_dropped", "Requests not recorded: too many waited to be written, or they could not be."
         )
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
+        self.config_reloads = Counter(
+            "warmroute_config_reloads", "Reloads of the configuration: applied, unchanged, failed.", ("outcome",)
+        )
+        self.jwks_reads = Counter(
+            "warmroute_jwks_reads", "Times that the keys of tokens' issuer were read, or could not be.", ("outcome",)
+        )
+        self.auth_failures = Counter(
+            "warmroute_auth_failures",
+            "Requests without a good credential: missing, unknown, token (a JWT), limited (unknown, too often), admin.",
+            ("reason",),
+        )
         self.duration = Histogram(
             "warmroute_request_duration_seconds", "From the request's last byte to the answer's.", DURATION, WHO
         )

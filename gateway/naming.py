@@ -70,6 +70,11 @@ class Naming:
         wanted = (STICKY, *_AGENTS, _LAST, _PARENT, _CLAUDE_AGENT, _CLAUDE_PARENT, _CODEX_AGENT)
         self._wanted = frozenset((*self._headers, *wanted, *((b"cookie",) if cookie else ())))
 
+    @property
+    def told(self) -> tuple[object, ...]:
+        """What it was made with."""
+        return self._headers, self._fields, self.cookie
+
     def of(
         self, named: Mapping[bytes, bytes], reading: Reading, memo: dict[object, object] | None = None, tenant: int = 0
     ) -> Found | None:
@@ -78,11 +83,11 @@ class Naming:
         ``memo`` keeps what was found in headers that come again and again. ``tenant``: seed of the tenant, to whom alone its
         tokens say anything.
         """
-        fields = memo.get("naming") if memo is not None else None
+        fields = memo.get(self) if memo is not None else None
         if not isinstance(fields, dict):
             fields = self._naming(named)
             if memo is not None:
-                memo["naming"] = fields
+                memo[self] = fields
         found = self._told(fields, reading, tenant)
         if found is not None:
             return found

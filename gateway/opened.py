@@ -251,7 +251,7 @@ class OpenSessions:
         gateway, now = self.gateway, self.gateway.clock()
         if model is not None:
             tenant.check_model(model)
-            model = gateway.options.aliases.get(model, model)
+            model = gateway.options.real(tenant.called(model))
         able = [
             target
             for target in gateway.fleet.targets.values()
@@ -272,8 +272,7 @@ class OpenSessions:
         """Whether the tenant may use every model that the target serves: a turn need not name any."""
         if tenant.models is None:
             return True
-        aliases = self.gateway.options.aliases
-        real = {aliases.get(name, name) for name in tenant.models}
+        real = {self.gateway.options.real(tenant.called(name)) for name in tenant.models}
         served = target.worker.facts.models
         return bool(served) and all(model.name in real for model in served)
 

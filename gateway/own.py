@@ -50,8 +50,8 @@ class Own:
         gateway = self.gateway
         if incoming.method not in (b"GET", b"HEAD"):
             raise WrongMethod("/v1/models", "GET, HEAD")
-        tenant = gateway.tenants.of(incoming.named)
-        entries = models(gateway.fleet, gateway.options.aliases, tenant.models)
+        tenant = gateway.tenants.of(incoming.named, incoming.memo, incoming.peer)
+        entries = models(gateway.fleet, gateway.options, tenant)
         if incoming.path == MODELS:
             return wire.whole(200, models_body(entries), incoming)
         name = unquote(incoming.path[len(MODELS) + 1 :])
@@ -63,7 +63,7 @@ class Own:
         """Its owner ends a session, by the name that its requests gave it, by its token or by its id."""
         if incoming.method != b"DELETE":
             raise WrongMethod(shown(incoming.path), "DELETE")
-        tenant = self.gateway.tenants.of(incoming.named)
+        tenant = self.gateway.tenants.of(incoming.named, incoming.memo, incoming.peer)
         told = unquote_to_bytes(incoming.path[len(SESSIONS) :])
         found = self._sessions_called(told, tenant)
         if not found:

@@ -57,6 +57,17 @@ class Routing:
         self.returning = Returning(fleet)
         self._paired: dict[int, tuple[Policy, Policy]] = {}
 
+    def reconfigure(self, options: Options) -> None:
+        """Models are named and routed otherwise from here on; what was learned of them stays."""
+        self.options.become(options)
+        self._default = options.default()
+        self._paired = {}
+        for name, model in self.models.items():
+            model.thinking = options.thinking.get(name) or thinking_of(name)
+            model.policy = options.policies.get(name) or self._default
+            model.label = name if self._known(name) else model.label
+            self.holdings.describe(model)
+
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def model(self, name: str | None) -> Model | None:
@@ -72,7 +83,7 @@ class Routing:
                     raise BadRequest("model is missing: several are served here", param="model")
                 return None
             (name,) = served
-        name = options.aliases.get(name, name)
+        name = options.real(name)
         model = self.models.get(name)
         if model is not None and (self.fleet.view(name) is not None or self._known(name)):
             return model
@@ -113,7 +124,8 @@ class Routing:
         if reading.model is not None:
             # Before it is looked for: what a tenant may not use it is not told of either.
             tenant.check_model(reading.model)
-        model = None if reading.opaque and reading.model is None else self.model(reading.model)
+        wanted = None if reading.model is None else tenant.called(reading.model)
+        model = None if reading.opaque and wanted is None else self.model(wanted)
         if tenant.models is not None:
             self._check_model(tenant, reading, model)
         policy = tenant.policy or (model.policy if model is not None else self._default)
@@ -272,7 +284,7 @@ class Routing:
     def _check_model(self, tenant: Tenant, reading: Reading, model: Model | None) -> None:
         """Raises `Forbidden` if the tenant may not use what this request would use, whatever its body shows of that."""
         allowed = tenant.models or frozenset()
-        real = {self.options.aliases.get(name, name) for name in allowed}
+        real = {self.options.real(tenant.called(name)) for name in allowed}
         if reading.opaque and reading.previous is None:
             # What the worker will read in the body is not known: everything that it might is to be allowed.
             names = {served.name for worker in self.fleet.workers.values() for served in worker.facts.models}

@@ -11,6 +11,7 @@ import signal
 import ssl
 from dataclasses import asdict
 from functools import partial
+from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
@@ -20,20 +21,24 @@ from gateway.app import Gateway
 from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Problem
+from gateway.credentials import BadKey, read_keys
 from gateway.doctor import Doctor
 from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
 from gateway.fleet import Fleet
+from gateway.guesses import Guesses
 from gateway.health import Health
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
+from gateway.jwks import KeySet
 from gateway.keeping import Keeper
 from gateway.lifecycle import Lifecycle
 from gateway.meters import Limits as TenantLimits
 from gateway.metrics import Metrics
 from gateway.moving import Moving
+from gateway.oidc import Tokens
 from gateway.opened import OpenSessions
 from gateway.preparing import Engines, Mode, Pool
 from gateway.pressure import BEAT, Limits, Pressure, Pulse, allowed, resident
@@ -41,11 +46,14 @@ from gateway.probe import Probe
 from gateway.prompt import Thinking
 from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
+from gateway.reload import Reloading
 from gateway.roots import Roots, Warming
 from gateway.sessions import Session, Sessions
+from gateway.source import Source
 from gateway.stores import FileStore, RedisStore, Store, Unsaved
 from gateway.subscribe import Subscriptions
-from gateway.tenants import ANONYMOUS, Tenant, Tenants
+from gateway.tenants import ANONYMOUS, Known, Tenant, Tenants
+from gateway.tls import context, digest
 from gateway.workers import State, Worker, WorkerSpec
 from kv_index.blocks import BlockIndex
 from kv_index.checkpoints import Rule
@@ -70,12 +78,22 @@ TICK = 0.5
 class Running:
     """One gateway with its listeners. ``await start()``, then ``await stop()``."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, source: Source | None = None) -> None:
         self.config = config
+        self.reloading = Reloading(self, source)
+        self.tls: ssl.SSLContext | None = None
+        """What the listener speaks."""
+        self.tls_digest: bytes | None = None
+        """Of the certificate's files."""
+        self.ca_digest: bytes | None = None
+        """Of the authorities'."""
         limits_in, limits_out = make_limits(config)
         most = config.index.max_bytes
         self.index = PrefixIndex(RadixIndex(most), BlockIndex(most), self._moved)
         self.metrics = Metrics()
+        told = config.auth.jwt
+        self.key_set = None if told is None else KeySet(told.jwks, told.refresh, self.metrics)
+        """Of whoever issues tokens."""
         self.pool: Pool | None = None
         self._asked = 0
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
@@ -96,7 +114,7 @@ class Running:
             sessions=self.sessions,
             index=self.index,
             metrics=self.metrics,
-            tenants=make_tenants(config),
+            tenants=make_tenants(config, self.metrics, key_set=self.key_set),
             options=make_options(config),
             limits_in=limits_in,
             limits_out=limits_out,
@@ -110,7 +128,7 @@ class Running:
             labels=config.sessions.labels,
             secure=config.listen.tls is not None,
             queueing=make_queueing(config),
-            pressure=Pressure(Limits(config.pressure.lag, config.pressure.memory or allowed())),
+            pressure=Pressure(make_pressure(config)),
         )
         self.pulse = Pulse()
         health = config.health
@@ -132,7 +150,7 @@ class Running:
             self.gateway.opened = OpenSessions(self.gateway, self.probe.ask)
         self.moving = Moving(self.fleet, self.sessions, self.gateway.routing, self.metrics)
         self.sessions.bound = self._bound
-        self.gateway.doctor = _doctor(config, self.metrics)
+        self.gateway.doctor = _doctor(config, self.gateway)
         warming = config.warming
         roots = Roots()
         self.gateway.roots = roots if warming.starts else None
@@ -153,6 +171,10 @@ class Running:
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
+        self.metrics.gauges += self.reloading.gauges()
+        if self.key_set is not None:
+            self.key_set.changed = lambda: self.gateway.tenants.forget()
+            self.metrics.gauges += self.key_set.gauges()
         self.port = 0
         self.hurry = asyncio.Event()
         """Set to end without waiting for balancers."""
@@ -173,17 +195,15 @@ class Running:
         listen = self.config.listen
         loop = asyncio.get_running_loop()
         await self._record()
-        tls = None
         if listen.tls is not None:
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            tls.minimum_version = ssl.TLSVersion.TLSv1_2
-            tls.load_cert_chain(listen.tls.cert, listen.tls.key)
+            self.tls_digest, self.ca_digest = digest(listen.tls.files), digest(listen.tls.authorities)
+            self.tls = context(listen.tls)
         self._listener = await loop.create_server(
             lambda: Inbound(self.gateway.server),
             listen.host,
             listen.port,
-            ssl=tls,
-            ssl_handshake_timeout=10.0 if tls is not None else None,
+            ssl=self.tls,
+            ssl_handshake_timeout=10.0 if self.tls is not None else None,
             backlog=2048,
             reuse_address=True,
         )
@@ -195,6 +215,9 @@ class Running:
         if self.keeper is not None:
             self.keeper.start()
         await self.probe.start()
+        self.reloading.start()
+        if self.key_set is not None:
+            self.key_set.start()
         self.lifecycle.start()
         if self.gateway.doctor is not None:
             self._examines = loop.create_task(self.gateway.doctor.run(), name="doctor")
@@ -202,8 +225,12 @@ class Running:
 
     async def stop(self, pause: float | None = None) -> None:
         """Drain: readiness off, a pause for balancers to notice, no new connections, running requests to their end."""
-        gateway, config = self.gateway, self.config
+        gateway = self.gateway
         gateway.ending = True
+        await self.reloading.stop()
+        if self.key_set is not None:
+            await self.key_set.stop()
+        config = self.config
         try:
             async with asyncio.timeout(config.drain if pause is None else pause):
                 await self.hurry.wait()
@@ -250,6 +277,44 @@ class Running:
         # One turn of the loop, for closed transports to say so.
         await asyncio.sleep(0)
 
+    def make(self, config: Config) -> tuple[Tenants, Options]:
+        """What is made of ``config`` to be followed; changes nothing. Raises `ConfigError`."""
+        tenants = make_tenants(config, self.metrics, self.gateway.tenants, self.key_set)
+        return tenants, make_options(config)
+
+    def reconfigure(self, config: Config, tenants: Tenants, options: Options) -> None:
+        """Follow ``config`` from here on, workers excepted."""
+        self.config = config
+        limits_in, limits_out = make_limits(config)
+        tenants.guesses.a_minute = config.auth.failures_per_minute
+        self.gateway.reconfigure(
+            tenants=tenants,
+            options=options,
+            limits_in=limits_in,
+            limits_out=limits_out,
+            attempts=config.retries.attempts,
+            retry_budget=config.retries.budget,
+            passthrough=config.passthrough,
+            tokens=config.sessions.token,
+            labels=config.sessions.labels,
+            queueing=make_queueing(config),
+            pressure=make_pressure(config),
+        )
+        # None is made here, but of a model that is not configured any more prompts are text again.
+        kept = {name for name, model in config.models.items() if model.tokenizer is not None}
+        self.gateway.modes = {name: mode for name, mode in self.gateway.modes.items() if name in kept}
+        told = config.sessions
+        self.sessions.reconfigure(told.max, told.idle, told.headers, told.fields, told.cookie)
+        self.index.radix.max_bytes = self.index.blocks.max_bytes = config.index.max_bytes
+        self.gateway.pairs.lease, self.gateway.pairs.keep = config.disaggregation.lease, config.disaggregation.keep
+        probes, probe = config.probes, self.probe
+        probe.health_seconds, probe.load_seconds, probe.join_seconds = probes.health, probes.load, probes.join
+        if self.gateway.doctor is not None:
+            doctor = config.doctor
+            self.gateway.doctor.reconfigure(doctor.memory, doctor.rate, doctor.share, doctor.examples)
+        self.warming.most, self.warming.seconds = config.warming.starts, config.warming.seconds
+        self.gateway.roots = self.warming.roots if config.warming.starts else None
+
     async def _record(self) -> None:
         wanted = self.config.recording
         if wanted is None:
@@ -287,6 +352,8 @@ class Running:
             try:
                 self.gateway.sweep()
                 self.moving.sweep(now)
+                self.reloading.listed.sweep(now)
+                self.admin.sweep()
                 self._foresee(now)
                 if now >= self._observe_at:
                     self._observe_at = now + OBSERVE
@@ -323,6 +390,13 @@ class Running:
         if watch:
             self.probe.watch(worker)
         return worker
+
+    def resume_worker(self, worker: Worker) -> None:
+        """It drains no more."""
+        self.moving.resume(worker)
+        # What was never read, or fails its probes, has to join again; what is healthy serves at once.
+        serves = bool(worker.targets) and not worker.failures
+        self.fleet.set_state(worker, State.READY if serves else State.JOINING, "resumed by the operator")
 
     def remove_worker(self, worker: Worker) -> None:
         """Forget a worker; what it still answers is relayed to its end."""
@@ -468,8 +542,8 @@ def make_limits(config: Config) -> tuple[Inward, Outward]:
     return inward, outward
 
 
-def _doctor(config: Config, metrics: Metrics) -> Doctor | None:
-    told = config.doctor
+def _doctor(config: Config, gateway: Gateway) -> Doctor | None:
+    told, metrics = config.doctor, gateway.metrics
     if not told.enabled:
         return None
 
@@ -477,7 +551,14 @@ def _doctor(config: Config, metrics: Metrics) -> Doctor | None:
         metrics.breaks.add((tenant, cause))
         metrics.break_tokens.add((tenant, cause), tokens)
 
-    return Doctor(memory=told.memory, rate=told.rate, share=told.share, examples=told.examples, counted=counted)
+    return Doctor(
+        memory=told.memory,
+        rate=told.rate,
+        share=told.share,
+        examples=told.examples,
+        shows=lambda tenant: gateway.tenants.shows_content(tenant),
+        counted=counted,
+    )
 
 
 def _store(config: Config) -> Store | None:
@@ -504,23 +585,64 @@ def _secret(config: Config, store: Store | None) -> bytes | None:
     return kept if told is None else str(told).encode()
 
 
-def make_tenants(config: Config) -> Tenants:
-    """Tenants with their policies and keys."""
-    pairs = []
-    for each in config.tenants:
+def make_tenants(
+    config: Config, metrics: Metrics | None = None, before: Tenants | None = None, key_set: KeySet | None = None
+) -> Tenants:
+    """Tenants with their policies and keys; of those ``before`` them only what they saw of credentials stays.
+
+    ``key_set``: that of tokens' issuer. Raises `ConfigError` for keys that are none.
+    """
+    claims: dict[str, Tenant] = {}
+    subjects: dict[str, Tenant] = {}
+    pairs: list[tuple[str, Tenant]] = []
+    filed: list[bytes] = []
+    for number, each in enumerate(config.tenants):
         tenant = Tenant(
             each.name,
             policy=config.make_policy(each.policy) if each.policy else None,
             models=frozenset(each.models) if each.models is not None else None,
+            aliases=dict(each.aliases),
             shows_routing=each.show_routing,
             isolated=each.isolation == "isolated",
             canonical=frozenset(each.canonical),
             priority=each.priority,
             weight=each.weight,
             limits=TenantLimits(**asdict(each.limits)),
+            log_content=each.log_content,
         )
         pairs += [(str(key), tenant) for key in each.keys]
-    return Tenants(pairs, Tenant(ANONYMOUS) if config.anonymous or not pairs else None)
+        claims |= dict.fromkeys([each.name] if each.claims is None else each.claims, tenant)
+        subjects |= dict.fromkeys(each.subjects, tenant)
+        try:
+            found = [str(key) for path in each.key_files for key in read_keys(path)]
+            pairs += [(key, tenant) for key in found]
+            filed += [each.name.encode(), *map(str.encode, found)]
+        except BadKey as error:
+            raise ConfigError([Problem(None, f"tenants[{number}].key_files", str(error))]) from None
+    return Tenants(
+        pairs,
+        Tenant(ANONYMOUS, log_content=not config.tenants) if config.anonymous or not config.tenants else None,
+        keyed=bool(config.tenants),
+        tokens=None if key_set is None else _tokens(config, key_set),
+        claims=claims if key_set is not None else None,
+        subjects=subjects,
+        guesses=Guesses[Known](config.auth.failures_per_minute) if before is None else before.guesses,
+        filed=blake2b(b"\n".join(filed)).digest(),
+        counted=(lambda reason: None) if metrics is None else lambda reason: metrics.auth_failures.add((reason,)),
+    )
+
+
+def _tokens(config: Config, keys: KeySet) -> Tokens:
+    told = config.auth.jwt
+    assert told is not None
+    return Tokens(
+        keys,
+        issuer=told.issuer,
+        audience=told.audience,
+        claim=told.claim,
+        algorithms=told.algorithms,
+        leeway=told.leeway,
+    )
 
 
 def make_queueing(config: Config) -> Queueing:
@@ -540,6 +662,11 @@ def make_queueing(config: Config) -> Queueing:
         told.tenant_bytes or max(1, told.bytes // part),
     )
     return Queueing(told.ahead, told.hold, bounds, priorities)
+
+
+def make_pressure(config: Config) -> Limits:
+    """When the gateway itself is short of time or memory."""
+    return Limits(config.pressure.lag, config.pressure.memory or allowed())
 
 
 def make_options(config: Config) -> Options:
@@ -575,9 +702,11 @@ def keep_heap() -> None:
         mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
 
 
-async def serve(config: Config) -> None:
-    """Run until SIGTERM or SIGINT; a second one ends at once."""
-    running = Running(config)
+async def serve(config: Config, source: Source | None = None) -> None:
+    """Run until SIGTERM or SIGINT; a second one ends at once. SIGHUP reloads the configuration."""
+    running = Running(config, source)
+    # Before all else: it would end a process that does not expect it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.reloading.ask)
     await running.start()
     # What is alive now stays; what requests make is freed by reference counts. A collector that walks a million nodes of
     # the index for every few hundred requests would be the dearest part of the gateway.

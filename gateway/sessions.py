@@ -145,6 +145,13 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def reconfigure(self, most: int, idle: float, headers: list[str], fields: list[str], cookie: bool) -> None:
+        """Other bounds, and other names, from here on."""
+        self.most, self.idle = most, idle
+        naming = Naming(self.sticky, headers, fields, cookie)
+        if naming.told != self.naming.told:
+            self.naming = naming
+
     # -- identity ---------------------------------------------------------------------------------------------------
 
     def name(
@@ -275,11 +282,15 @@ class Sessions:
         return [child for key in list(keys) if (child := self._sessions.get(key)) is not None]
 
     def sweep(self, now: float) -> None:
-        """Forget sessions that were idle for too long; the oldest stand first."""
+        """Forget sessions that were idle for too long, or are too many; the oldest stand first."""
         until = now - self.idle
         # As many as were made in a busy half second, not all that a night left.
         for _ in range(min(len(self), SWEPT)):
             oldest = self._oldest()
+            if len(self) > self.most:
+                self.dropped += 1
+                self.drop(oldest)
+                continue
             if oldest.used > until:
                 break
             if oldest.running:
@@ -348,7 +359,8 @@ class Sessions:
         return next(iter(self._sessions.values()))
 
     def _add(self, session: Session) -> None:
-        while len(self) >= self.most:
+        # Two at most: where the bound was made smaller, the rest goes some at a time.
+        for _ in range(min(2, len(self) - self.most + 1)):
             self.dropped += 1
             self.drop(self._oldest())
         self._sessions[session.key] = session

@@ -179,6 +179,13 @@ def address(text: str) -> tuple[str, int]:
     return parts.hostname, port
 
 
+def id_of(url: str) -> str:
+    """What a worker at ``url`` is called."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"{parts.hostname or ''}:{port}{parts.path.rstrip('/')}"
+
+
 class Target(Charged):
     """One (worker, rank) with what only the gateway knows of it."""
 
@@ -270,9 +277,9 @@ class Worker:
         parts = urlsplit(spec.url)
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.tls = _tls(spec) if parts.scheme == "https" else None
+        self.tls = tls_of(spec)
         self.base = parts.path.rstrip("/").encode()
-        self.id = f"{self.host}:{self.port}{parts.path.rstrip('/')}"
+        self.id = id_of(spec.url)
         self.authority = (f"[{self.host}]" if ":" in self.host else self.host) + f":{self.port}"
         self.state = State.JOINING
         self.reason = "not read yet"
@@ -300,6 +307,17 @@ class Worker:
         """Answers in a row whose usage left cached tokens out."""
         self.observed: list[str] = []
         """Codes of `engines.audit` that traffic showed."""
+
+    def respec(self, spec: WorkerSpec) -> None:
+        """It is configured otherwise, at the same address: what is read of the engine has to be read again."""
+        before, self.spec = self.spec, spec
+        secured = (spec.url, spec.ca, spec.verify_tls)
+        if (before.url, before.ca, before.verify_tls) != secured:
+            self.tls = self.pool.tls = tls_of(spec)
+        if before.kv_tokens is not None and spec.kv_tokens is None:
+            self.facts.kv_tokens = None
+        # Idle connections are of the old credentials' time.
+        self.pool.close_idle()
 
     def told_cached(self, told: bool) -> None:
         """An answer with usage came, with or without cached tokens: engines do not say otherwise that they leave them out."""
@@ -364,7 +382,10 @@ class Worker:
         return sum(target.running for target in self.targets)
 
 
-def _tls(spec: WorkerSpec) -> ssl.SSLContext:
+def tls_of(spec: WorkerSpec) -> ssl.SSLContext | None:
+    """How it is spoken to; ``None``: in clear. Raises `OSError` for authorities that cannot be read."""
+    if urlsplit(spec.url).scheme != "https":
+        return None
     context = ssl.create_default_context(cafile=spec.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if not spec.verify_tls:

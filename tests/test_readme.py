@@ -32,7 +32,9 @@ def test_the_flags_of_engines_are_json_with_a_gap_between_the_ports():
 def test_every_metric_and_file_that_is_named_exists():
     written = Metrics()
     known = {f"{metric.name}_total" for metric in vars(written).values() if hasattr(metric, "name")}
-    gauges = (Path(__file__).parent.parent / "gateway/gauges.py").read_text()
+    gauges = "".join(
+        (Path(__file__).parent.parent / f"gateway/{name}.py").read_text() for name in ("gauges", "jwks", "reload")
+    )
     for name in re.findall(r"`(warmroute_\w+)`", README):
         assert name in known or f'"{name}"' in gauges, name
     for path in re.findall(r"`((?:gateway|kv_index|deploy)/[\w/.]+)`", README):

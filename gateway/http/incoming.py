@@ -5,11 +5,24 @@ there is to request smuggling.
 """
 
 import re
+from typing import NamedTuple
 
 from gateway.errors import BadRequest, ExpectationFailed, NotImplementedHere
 
 _AUTHORITY = re.compile(rb"[A-Za-z]+://[^/?]*")
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"connection", b"expect", b"upgrade"))
+
+
+class Peer(NamedTuple):
+    """Who is at the other end of a connection, as the connection itself tells."""
+
+    address: str = ""
+    """IP address; empty where there is none."""
+    subjects: tuple[str, ...] = ()
+    """Names in its certificate, which an authority that is trusted here signed."""
+
+
+NOBODY = Peer()
 
 
 class Shape:
@@ -19,9 +32,29 @@ class Shape:
     Such a head is not read twice, and what others derive from it is kept with it (`memo`).
     """
 
-    __slots__ = ("chunked", "close", "expects", "fields", "length", "memo", "method", "named", "old", "path", "query")
+    __slots__ = (
+        "chunked",
+        "close",
+        "expects",
+        "fields",
+        "length",
+        "memo",
+        "method",
+        "named",
+        "old",
+        "path",
+        "peer",
+        "query",
+    )
 
-    def __init__(self, method: bytes, target: bytes, fields: list[tuple[bytes, bytes, bytes]], old: bool) -> None:
+    def __init__(
+        self,
+        method: bytes,
+        target: bytes,
+        fields: list[tuple[bytes, bytes, bytes]],
+        old: bool,
+        peer: Peer = NOBODY,
+    ) -> None:
         self.method = method
         self.path, _, self.query = target.partition(b"?")
         self.fields = fields
@@ -36,12 +69,13 @@ class Shape:
         self.chunked = False
         self.expects = False
         self.memo: dict[object, object] = {}
+        self.peer = peer
 
 
 class Incoming:
     """One request, complete with its body."""
 
-    __slots__ = ("body", "close", "fields", "memo", "method", "named", "old", "path", "query")
+    __slots__ = ("body", "close", "fields", "memo", "method", "named", "old", "path", "peer", "query")
 
     def __init__(self, shape: Shape) -> None:
         self.method = shape.method
@@ -52,6 +86,7 @@ class Incoming:
         self.old = shape.old
         self.close = shape.close
         self.memo = shape.memo
+        self.peer = shape.peer
         self.body = b""
 
 

@@ -13,10 +13,10 @@ the client leaves and when it reads too slowly; it writes through `send`.
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from time import monotonic
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -31,7 +31,7 @@ from gateway.errors import (
     WrongVersion,
 )
 from gateway.http.chunked import Chunked
-from gateway.http.incoming import Incoming, Shape, frame, origin
+from gateway.http.incoming import NOBODY, Incoming, Peer, Shape, frame, origin
 from gateway.http.limits import Inward
 from gateway.http.outbox import Outbox
 
@@ -65,6 +65,7 @@ class Inbound(asyncio.Protocol):
         "_gathered",
         "_left",
         "_parser",
+        "_peer",
         "_received",
         "_shape",
         "_shape_key",
@@ -95,6 +96,7 @@ class Inbound(asyncio.Protocol):
         self._target = b""
         self._shape: Shape | None = None
         self._shape_key = (b"", 0)
+        self._peer: Peer | None = None
         self._chunked: Chunked | None = None
         self._left = 0
         self._gathered = bytearray()
@@ -229,7 +231,13 @@ class Inbound(asyncio.Protocol):
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise WrongVersion("only HTTP/1.1 and HTTP/1.0 are spoken here")
-        return Shape(parser.get_method(), origin(self._target), self._fields, version == "1.0")
+        return Shape(parser.get_method(), origin(self._target), self._fields, version == "1.0", self._who())
+
+    def _who(self) -> Peer:
+        """Once a connection: what it tells of its other end does not change."""
+        if self._peer is None:
+            self._peer = NOBODY if self.transport is None else peer_of(self.transport)
+        return self._peer
 
     def on_url(self, url: bytes) -> None:
         """Callback of llhttp; may come in pieces."""
@@ -405,6 +413,22 @@ class Inbound(asyncio.Protocol):
                 self.transport.close()
             else:
                 self.transport.abort()
+
+
+def peer_of(transport: asyncio.Transport) -> Peer:
+    """What a connection tells of its other end."""
+    name = transport.get_extra_info("peername")
+    secured = transport.get_extra_info("ssl_object")
+    # Of a certificate that nobody checked there is nothing in it.
+    shown = secured.getpeercert() if secured is not None else None
+    return Peer(name[0] if isinstance(name, tuple) and name else "", subjects_of(shown) if shown else ())
+
+
+def subjects_of(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+    """URIs, DNS names and the common name of a certificate, as `ssl` tells it."""
+    names = [value for kind, value in certificate.get("subjectAltName", ()) if kind in ("URI", "DNS")]
+    names += [value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"]
+    return tuple(dict.fromkeys(names))
 
 
 class Server:

@@ -83,6 +83,6 @@ def test_the_build_steps_give_a_working_command(tmp_path: Path) -> None:
         )
         assert ran.returncode == 0, ran.stderr
         assert b"usage" in ran.stdout
-    script = "import gateway.templates, gateway.tokens"
+    script = "import gateway.templates, gateway.tokens, jwt, cryptography"
     ran = subprocess.run([tmp_path / "opt/bin/python", "-c", script], cwd=tmp_path, capture_output=True, timeout=30)
     assert ran.returncode == 0, ran.stderr

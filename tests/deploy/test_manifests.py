@@ -34,6 +34,7 @@ SECRETS = {
         "CODING_KEY",
         "CHAT_KEY",
         "TOKEN_KEY",
+        "ISOLATION_KEY",
     )
 }
 
@@ -95,7 +96,12 @@ def test_the_compose_file_names_what_exists() -> None:
 
 
 def here(text: str, folder: Path) -> str:
-    """An example whose files under /models lie in ``folder``: a small tokenizer and a template."""
+    """An example whose files under /models and /etc lie in ``folder``: a small tokenizer and a template, keys, certificates."""
+    for name in re.findall(r"/etc/([\w./-]+)", text):
+        place = folder / "etc" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("# keys\nsome-long-key-of-somebody\n" if place.suffix == ".keys" else "a certificate")
+    text = text.replace("/etc/", f"{folder}/etc/")
     for name in re.findall(r"/models/(\S+)", text):
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway import door
 from gateway.config import Config, MetricsAddress, ModelConfig, Secret, TenantConfig
 from gateway.metrics import Counter, Histogram
 from gateway.run import Running
@@ -70,13 +71,20 @@ PATHS = [
     ("DELETE", "/sessions/00"),
     ("POST", "/route"),
     ("GET", "/config"),
+    ("GET", "/config/fingerprints"),
+    ("POST", "/config/reload"),
+    ("GET", "/openapi.json"),
     ("GET", "/nowhere"),
     ("PUT", "/workers"),
 ]
 
 
 async def test_with_a_token_everything_but_health_needs_it(gateway: Begin, engine: StartEngine) -> None:
-    running = await gateway(await engine(), change=secured)
+    def change(config: Config) -> None:
+        secured(config)
+        config.auth.failures_per_minute = 0
+
+    running = await gateway(await engine(), change=change)
     for method, path in PATHS:
         for headers in (
             {},
@@ -104,6 +112,95 @@ async def test_requests_of_other_sites_are_refused(gateway: Begin, engine: Start
             assert status == 403, (method, path, origin)
     own = f"http://127.0.0.1:{running.admin.port}"
     assert (await call(running, "GET", "/workers", headers={**BEARER, "origin": own}))[0] == 200
+
+
+async def test_what_browsers_send_for_other_sites_without_asking_is_refused(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    running = await gateway(await engine())
+    own = f"http://127.0.0.1:{running.admin.port}"
+    worker = json.dumps({"url": "http://127.0.0.1:9"}).encode()
+    for site in ("cross-site", "same-site", "nonsense"):
+        assert (await call(running, "POST", "/workers", worker, {"sec-fetch-site": site}))[0] == 403
+        assert (await call(running, "GET", "/config", headers={"sec-fetch-site": site}))[0] == 403
+    for sent in ({"origin": own}, {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}):
+        for kind in (
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data",
+            "text/plain; application/json",
+        ):
+            status, body = await call(running, "POST", "/workers", worker, {**sent, "content-type": kind})
+            assert status == 415, (sent, kind)
+            assert "application/json" in error(body)
+        status, _ = await call(running, "POST", "/sessions/00/move", worker, {**sent, "content-type": ""})
+        assert status == 415
+    assert len(running.fleet.workers) == 1
+    asked = {"origin": own, "content-type": "application/json; charset=utf-8"}
+    assert (await call(running, "POST", "/workers", worker, asked))[0] == 201
+    status, _ = await call(running, "POST", "/workers", worker, {"content-type": "application/x-www-form-urlencoded"})
+    assert status == 200, "curl -d is no browser"
+
+
+async def test_who_guesses_the_token_has_to_wait_and_who_knows_it_has_not(gateway: Begin, engine: StartEngine) -> None:
+    def change(config: Config) -> None:
+        secured(config)
+        config.auth.failures_per_minute = 3
+
+    running = await gateway(await engine(), change=change)
+    statuses = [(await call(running, "GET", "/config", headers={"authorization": f"Bearer {n}"}))[0] for n in range(5)]
+    assert statuses == [401, 401, 401, 429, 429]
+    assert (await call(running, "GET", "/config"))[0] == 401
+    status, text = await call(running, "GET", "/metrics", headers=BEARER)
+    assert status == 200
+    assert 'warmroute_auth_failures_total{reason="admin"} 5.0' in text
+
+
+async def test_a_body_is_bounded_whether_its_length_is_told_or_not(gateway: Begin, engine: StartEngine) -> None:
+    running = await gateway(await engine())
+    most = 1024 * 1024
+    for method, path in (("POST", "/workers"), ("PATCH", f"/workers/{next(iter(running.fleet.workers))}")):
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
+        told = await once(running.admin.port, head + b"Content-Length: %d\r\n\r\n" % (most + 1))
+        assert told.status == 413
+        assert str(most) in error(told.json())
+        async with await Raw.connect(running.admin.port) as client:
+            await client.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            piece = b"10000\r\n" + b" " * 65536 + b"\r\n"
+            await client.send(piece * 17)
+            assert (await client.response()).status == 413
+    told = await once(
+        running.admin.port, b"POST /route HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
+    )
+    assert told.status == 413
+
+
+async def test_connections_on_which_nothing_happens_are_cut(
+    gateway: Begin, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SILENT", "WORKING", "RESTING"):
+        monkeypatch.setattr(door, name, 0.3)
+    running = await gateway(await engine())
+    half = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+    for sent in (b"", half, half + b"\r\n", b"POST /workers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"):
+        async with await Raw.connect(running.admin.port) as client:
+            await client.send(sent)
+            # It ends: by a reset, or after the answer that there was.
+            await client.rest()
+
+
+async def test_of_too_many_connections_some_are_cut_and_the_rest_is_served(
+    gateway: Begin, engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "MOST", 8)
+    running = await gateway(await engine())
+    silent = [await Raw.connect(running.admin.port) for _ in range(30)]
+    gone = [asyncio.ensure_future(client.rest()) for client in silent]
+    await until(lambda: sum(each.done() for each in gone) >= 22)
+    assert (await call(running, "GET", "/healthz"))[0] == 200
+    for client in silent:
+        client.vanish()
+    await asyncio.gather(*gone)
 
 
 async def test_without_a_token_a_foreign_name_for_this_machine_is_refused(gateway: Begin, engine: StartEngine) -> None:

@@ -637,8 +637,8 @@ async def test_flags_win_over_the_file(tmp_path: Path) -> None:
     )
     flags = ["--policy", "session", "--host", "127.0.0.1", "--port", "0", "--admin-port", "3"]
     more = ["--worker", "http://b:1", "--worker", "http://c:1"]
-    config = _config(_parser().parse_args(["serve", "--config", str(file), *flags, *more]))
+    config, _ = _config(_parser().parse_args(["serve", "--config", str(file), *flags, *more]))
     assert (config.policy, config.listen.host, config.listen.port, config.admin.port) == ("session", "127.0.0.1", 0, 3)
     assert [worker.url for worker in config.workers] == ["http://a:1", "http://b:1", "http://c:1"]
-    config = _config(_parser().parse_args(["serve", "--config", str(file)]))
+    config, _ = _config(_parser().parse_args(["serve", "--config", str(file)]))
     assert (config.policy, config.listen.host, config.listen.port, config.admin.port) == ("random", "10.0.0.9", 1, 2)

@@ -3,11 +3,13 @@
 import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import trustme
 
+from gateway import reload
 from gateway.config import TLS, Config, WorkerConfig
 from gateway.workers import State
 from tests.gateway.conftest import Begin, StartEngine
@@ -66,12 +68,10 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def test_clients_speak_tls_with_the_configured_certificate(
     gateway: Begin, engine: StartEngine, authority: trustme.CA, tmp_path: Path
 ) -> None:
-    certificate = authority.issue_cert("localhost")
-    certificate.private_key_pem.write_to_path(tmp_path / "key")
-    certificate.cert_chain_pems[0].write_to_path(tmp_path / "crt")
+    told = write(authority.issue_cert("localhost"), tmp_path)
 
     def secure(config: Config) -> None:
-        config.listen.tls = TLS(str(tmp_path / "crt"), str(tmp_path / "key"))
+        config.listen.tls = told
 
     running = await gateway(await engine(), change=secure)
     trusted = ssl.create_default_context()
@@ -87,6 +87,76 @@ async def test_clients_speak_tls_with_the_configured_certificate(
     async with httpx.AsyncClient(timeout=20) as stranger:
         with pytest.raises(httpx.ConnectError):
             await stranger.get(f"https://localhost:{running.port}/healthz")
+
+
+def write(certificate: trustme.LeafCert, folder: Path) -> TLS:
+    certificate.private_key_pem.write_to_path(folder / "key")
+    certificate.cert_chain_pems[0].write_to_path(folder / "crt")
+    return TLS(str(folder / "crt"), str(folder / "key"))
+
+
+async def serial(port: int, authority: trustme.CA, **changes: Any) -> int | str:
+    """The number of the certificate that is shown; or why there is none."""
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    for name, value in changes.items():
+        if name == "ciphers":
+            client.set_ciphers(value)
+        else:
+            setattr(client, name, value)
+    try:
+        async with asyncio.timeout(20):
+            _, writer = await asyncio.open_connection("localhost", port, ssl=client)
+    except (ssl.SSLError, OSError) as error:
+        return type(error).__name__
+    found = writer.get_extra_info("ssl_object")
+    number = int(found.getpeercert()["serialNumber"], 16)
+    writer.transport.abort()
+    return number
+
+
+async def test_a_renewed_certificate_is_taken_without_a_restart_and_half_of_one_is_not(
+    gateway: Begin, engine: StartEngine, authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "LOOK", 0.05)
+    monkeypatch.setattr(reload, "SETTLE", 0.05)
+    old, new = authority.issue_cert("localhost"), authority.issue_cert("localhost")
+    told = write(old, tmp_path)
+
+    def secure(config: Config) -> None:
+        config.listen.tls = told
+
+    running = await gateway(await engine(), change=secure)
+    before = await serial(running.port, authority)
+    # Its key is not there yet: such a pair is of no use, and what was goes on.
+    new.cert_chain_pems[0].write_to_path(tmp_path / "crt")
+    await until(lambda: running.reloading.problems)
+    assert running.reloading.problems[0].key == "listen.tls"
+    assert await serial(running.port, authority) == before
+    new.private_key_pem.write_to_path(tmp_path / "key")
+    await until(lambda: running.reloading.generation == 1)
+    assert isinstance(before, int)
+    assert await serial(running.port, authority) not in (before, "SSLError")
+    assert not running.reloading.problems
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_what_is_spoken_is_tls_1_2_or_later_with_forward_secrecy(
+    gateway: Begin, engine: StartEngine, authority: trustme.CA, tmp_path: Path
+) -> None:
+    told = write(authority.issue_cert("localhost"), tmp_path)
+
+    def secure(config: Config) -> None:
+        config.listen.tls = told
+
+    running = await gateway(await engine(), change=secure)
+    version = ssl.TLSVersion
+    old = {"minimum_version": version.TLSv1, "maximum_version": version.TLSv1_1, "ciphers": "ALL:@SECLEVEL=0"}
+    assert isinstance(await serial(running.port, authority, **old), str)
+    just = {"maximum_version": version.TLSv1_2}
+    assert isinstance(await serial(running.port, authority, **just), int)
+    for ciphers in ("AES128-GCM-SHA256", "ECDHE-ECDSA-AES128-SHA256:ECDHE-RSA-AES128-SHA256"):
+        assert isinstance(await serial(running.port, authority, **just, ciphers=ciphers), str), ciphers
 
 
 async def test_a_worker_s_certificate_is_verified_by_default_and_against_the_configured_authority(
