@@ -220,8 +220,8 @@ REFUSED = [
     Case("coding with a delete character", coding(b" chunked\x7f")),
     Case("coding with a high byte", coding(b" chunked\xff")),
     Case("three lengths", post(SIZED, b"Content-Length: 0\r\n", SIZED)),
-    Case("length of a get twice", b"GET /v1/models HTTP/1.1\r\n" + HOST + SIZED + SIZED + b"\r\n" + BODY),
-    Case("length and coding of a get", b"GET /v1/models HTTP/1.1\r\n" + HOST + SIZED + CHUNKED + b"\r\n" + CHUNKS),
+    Case("length of a get twice", b"GET /v1/chat/completions HTTP/1.1\r\n" + HOST + SIZED + SIZED + b"\r\n" + BODY),
+    Case("length and coding of a get", b"GET /nowhere HTTP/1.1\r\n" + HOST + SIZED + CHUNKED + b"\r\n" + CHUNKS),
     # Targets.
     Case("target empty", LINE.replace(b"/v1/chat/completions", b"") + HOST + SIZED + b"\r\n" + BODY),
     Case("target with high bytes", at("/v1/chat/\u4e2d".encode())),
