@@ -479,6 +479,7 @@ def make_tenants(config: Config) -> Tenants:
             policy=config.make_policy(each.policy) if each.policy else None,
             models=frozenset(each.models) if each.models is not None else None,
             shows_routing=each.show_routing,
+            hides_addresses=each.hide_addresses,
             isolated=each.isolation == "isolated",
             canonical=frozenset(each.canonical),
         )
