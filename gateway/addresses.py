@@ -83,7 +83,7 @@ def _named(worker: Worker) -> Iterator[str]:
 
 
 def _replaced(found: re.Match[bytes]) -> bytes:
-    text = found["in"] or found["v4"] or found["v6"]
+    text = found["in"] or found["v6"] or b".".join(b"%d" % int(each) for each in found["v4"].split(b"."))
     try:
         address = ip_address(text.decode().partition("%")[0])
     except ValueError:

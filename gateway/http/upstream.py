@@ -21,6 +21,8 @@ from gateway.errors import Malformed, NoConnection, Refused, Reset, Stalled, Unr
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 
+_LENGTHS = (b"content-length", b"transfer-encoding")
+
 
 class Receiver(Protocol):
     """Who sent the request."""
@@ -180,6 +182,9 @@ class Outbound(asyncio.Protocol):
         if not 100 <= status <= 599:
             self._doubt = "a status that does not exist"
         if 100 <= status < 200:
+            if any(name.lower() in _LENGTHS for name, _ in self._fields):
+                # It has none; llhttp would read it for some of these statuses.
+                self._doubt = "an interim answer with a length"
             return
         if self._parser.get_http_version() not in ("1.1", "1.0"):
             self._doubt = "a version that is not spoken here"
@@ -187,7 +192,7 @@ class Outbound(asyncio.Protocol):
         framed = 0
         for name, value in self._fields:
             low = name.lower()
-            if low in (b"content-length", b"transfer-encoding"):
+            if low in _LENGTHS:
                 framed += 1
                 if low == b"transfer-encoding" and value.strip().lower() != b"chunked":
                     self._doubt = "a transfer coding that was not asked for"

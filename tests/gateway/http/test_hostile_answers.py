@@ -121,7 +121,9 @@ CASES = [
     Case("protocol switched without a word", b"HTTP/1.1 101 Switching\r\n\r\n" + sized(), 502),
     Case("upgrade beside an answer", sized(b"Upgrade: h2c\r\n", b"Connection: upgrade\r\n"), 200, True),
     Case("early hints", b"HTTP/1.1 103 Hints\r\nX-Evil: 1\r\nLink: </a>\r\n\r\n" + sized(), 200, True),
-    Case("interim with a length", b"HTTP/1.1 100 Go\r\nContent-Length: 4\r\n\r\n" + sized(), 200, True),
+    Case("interim with a length", b"HTTP/1.1 100 Go\r\nContent-Length: 4\r\n\r\n" + sized(), 502),
+    Case("interim that nobody knows with a length", b"HTTP/1.1 199 Go\r\nContent-Length: 4\r\n\r\nevil" + sized(), 502),
+    Case("interim with chunks", b"HTTP/1.1 103 Go\r\n" + CHUNKED + b"\r\n" + CHUNKS + sized(), 502),
     Case("interim answers without end", b"HTTP/1.1 102 Wait\r\n\r\n" * 100_000, 502),
     # More than was asked for.
     Case("another answer behind", sized() + EVIL, 200),
