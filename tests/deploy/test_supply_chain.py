@@ -95,11 +95,7 @@ def test_no_container_can_gain_rights_or_write_to_its_image() -> None:
         assert service.get("read_only") is True or service["image"] != "warmroute", name
         assert "docker.sock" not in json.dumps(service), name
         assert service.get("user", "").split(":")[0] not in ("0", "root"), name
-    (deployment,) = (
-        told
-        for path in (DEPLOY / "kubernetes").glob("*.yaml")
-        if (told := yaml.safe_load(path.read_text()))["kind"] == "Deployment"
-    )
+    deployment = yaml.safe_load((DEPLOY / "kubernetes" / "deployment.yaml").read_text())
     pod = deployment["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
