@@ -60,9 +60,9 @@ def heard(answer: Response, stream: bool) -> list[str] | None:
     if not stream:
         return list(json.loads(answer.body)["said"])
     events = [event for event in answer.body.split(b"\n\n") if event]
-    if any(event.startswith(b'data: {"error"') for event in events):
+    if events[-1] != DONE.strip():
+        assert b'"error"' in events[-1], events[-1]
         return None
-    assert events[-1] == DONE.strip(), events[-1]
     return [json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events[:-1]]
 
 
