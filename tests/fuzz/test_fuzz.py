@@ -29,7 +29,7 @@ def test_seeds(name: str) -> None:
 
 
 @names
-@settings(max_examples=150)
+@settings(max_examples=150, derandomize=True)
 @given(st.data())
 def test_words_in_any_order(name: str, data: st.DataObject) -> None:
     target = TARGETS[name]
