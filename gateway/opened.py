@@ -20,6 +20,7 @@ from uuid import uuid4
 import msgspec
 from xxhash import xxh3_128_hexdigest
 
+from gateway.addresses import hidden
 from gateway.engines import Answer
 from gateway.errors import Backpressure, BadRequest, Fault, Internal, NotFound, NoWorker, Stalled, TimedOut, WorkerFault
 from gateway.http import wire
@@ -233,7 +234,10 @@ class OpenSessions:
             raise fault
         if answer.status != 200:
             self._forget(opened)
-            return wire.whole(answer.status, answer.body.replace(opened.alias.encode(), name.encode()), incoming)
+            told = answer.body.replace(opened.alias.encode(), name.encode())
+            if tenant.hides_addresses:
+                told = hidden(told, self.gateway.fleet.workers.values())
+            return wire.whole(answer.status, told, incoming)
         return wire.whole(200, msgspec.json.encode(name), incoming)
 
     def _remember(self, opened: Opened) -> None:

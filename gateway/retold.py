@@ -23,14 +23,12 @@ class Merged(Relay):
 class Hiding(Relay):
     """Passes events on without what only the gateway asked for."""
 
-    __slots__ = ("ids", "usage")
+    __slots__ = ("ids",)
     ids: bool
-    usage: bool
 
     def shown(self, data: bytes) -> bytes:
         """Without parameters, and without token ids and usage unless the client wants those."""
-        data = hidden(data, self.ids)
-        return super().shown(data) if self.usage else data
+        return super().shown(hidden(data, self.ids))
 
 
 class Tape(deque[bytes]):

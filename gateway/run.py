@@ -603,6 +603,7 @@ def make_tenants(
             models=frozenset(each.models) if each.models is not None else None,
             aliases=dict(each.aliases),
             shows_routing=each.show_routing,
+            hides_addresses=each.hide_addresses,
             isolated=each.isolation == "isolated",
             canonical=frozenset(each.canonical),
             priority=each.priority,

@@ -39,6 +39,8 @@ class Tenant:
     """Names of its own -> models, or their common aliases."""
     shows_routing: bool = True
     """Whether answers tell it where and why they were routed."""
+    hides_addresses: bool = False
+    """Whether errors of engines are passed on to it without addresses."""
     isolated: bool = False
     """Whether its prompts never share the index with others'."""
     canonical: frozenset[str] = frozenset()

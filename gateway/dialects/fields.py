@@ -203,10 +203,9 @@ def splice(body: bytes, cut: tuple[str, ...] = (), add: dict[str, bytes] | None 
 
 def append(body: bytes, members: bytes) -> bytes:
     """``body`` (a JSON object) with ``members`` (JSON, without braces) at its end."""
-    inside = body.rstrip()[:-1]
-    # A comma behind nothing would make it no JSON.
-    empty = len(inside) < 64 and inside.strip() == b"{"
-    return inside + (members if empty else b"," + members) + b"}"
+    inside = body.rstrip()[:-1].rstrip()
+    # A comma behind nothing would make it no JSON. No value ends in an opening brace.
+    return inside + (members if inside.endswith(b"{") else b"," + members) + b"}"
 
 
 def named_in(common: Common, name: str) -> str | None:

@@ -114,11 +114,11 @@ class OpenAI:
         return b'{"error":' + _error(fault) + b"}"
 
     def error_event(self, fault: Fault, route: Route) -> bytes:
-        """An error event, then ``[DONE]``, as the engines do."""
+        """An error event and no ``[DONE]``: whoever looks for that alone must not take the answer for whole."""
         if route.kind == "responses":
             event = {"type": "error", "sequence_number": 0, "code": fault.kind, "message": fault.message, "param": None}
             return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
-        return b'data: {"error":' + _error(fault) + b"}\n\ndata: [DONE]\n\n"
+        return b'data: {"error":' + _error(fault) + b"}\n\n"
 
     def failure(self, event: bytes) -> tuple[int, str] | None:
         """An error object in the first event."""

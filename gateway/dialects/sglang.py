@@ -48,8 +48,8 @@ class SGLang:
         return msgspec.json.encode({"error": error})
 
     def error_event(self, fault: Fault, route: Route) -> bytes:
-        """An error event, then ``[DONE]``."""
-        return b"data: " + self.error(fault) + b"\n\ndata: [DONE]\n\n"
+        """An error event and no ``[DONE]``."""
+        return b"data: " + self.error(fault) + b"\n\n"
 
     def opens(self, event: bytes) -> bool:
         """Its first event has the first token."""

@@ -7,6 +7,7 @@ bound. The head goes out with the first bytes of the body, in one write.
 
 import re
 from collections import deque
+from collections.abc import Callable
 
 from gateway.http.incoming import Incoming
 from gateway.http.server import Inbound
@@ -37,7 +38,20 @@ class Relay:
     is in the head; ``most``: bytes of an unfinished event that are held back.
     """
 
-    __slots__ = ("_chunked", "_held", "_most", "client", "events", "first", "head", "incoming", "tail", "unasked")
+    __slots__ = (
+        "_chunked",
+        "_held",
+        "_most",
+        "client",
+        "events",
+        "first",
+        "head",
+        "incoming",
+        "tail",
+        "unasked",
+        "usage",
+        "veil",
+    )
 
     def __init__(
         self, client: Inbound, incoming: Incoming, head: bytes, *, events: bool, sized: bool, most: int
@@ -52,7 +66,11 @@ class Relay:
         self.tail: deque[bytes] = deque(maxlen=4)
         """The last pieces that were passed on: of a stream, whole events."""
         self.unasked = False
-        """There will be events with what the client did not ask for: usage."""
+        """There will be events that the client does not get as they are."""
+        self.usage = True
+        """Of those: what only tells usage is left out."""
+        self.veil: Callable[[bytes], bytes] | None = None
+        """Of those: how errors are told."""
         self.first = b""
         """How the answer begins: up to `FIRST` bytes of its first piece."""
 
@@ -96,8 +114,10 @@ class Relay:
         self.head, self._chunked = early.head, early._chunked
 
     def shown(self, data: bytes) -> bytes:
-        """What the client gets of whole events that hold what it did not ask for."""
-        return without_usage(data) if USAGE.search(data) else data
+        """What the client gets of whole events, some of which it does not get as they are."""
+        if self.veil is not None:
+            data = self.veil(data)
+        return without_usage(data) if self.usage and USAGE.search(data) else data
 
     def comment(self) -> None:
         """A comment that tells the client, and whatever stands between, that the answer is still to come."""

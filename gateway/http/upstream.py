@@ -21,6 +21,8 @@ from gateway.errors import Malformed, NoConnection, Refused, Reset, Stalled, Unr
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 
+_LENGTHS = (b"content-length", b"transfer-encoding")
+
 
 class Receiver(Protocol):
     """Who sent the request."""
@@ -45,8 +47,8 @@ class Outbound(asyncio.Protocol):
     """One connection to a worker."""
 
     __slots__ = (
-        "_coded",
         "_complete",
+        "_doubt",
         "_fields",
         "_head_bytes",
         "_headed",
@@ -81,7 +83,7 @@ class Outbound(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._status = 0
         self._head_bytes = 0
-        self._coded = False
+        self._doubt = ""
         self._headed = False
         self._keep = False
         self._started = False
@@ -118,11 +120,9 @@ class Outbound(asyncio.Protocol):
             self.close()
             return
         self.answered = True
-        if not self._started:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.pool.limits.head:
-                self._fail(Malformed("the head of the worker's answer is too large"))
-                return
+        begun = self._started
+        if not begun and self._grows(data):
+            return
         parser = self._parser
         assert parser is not None
         try:
@@ -132,8 +132,8 @@ class Outbound(asyncio.Protocol):
                 self._fail(Malformed("the worker's answer is not HTTP"))
                 return
             self._sized = False
-        if self._coded:
-            self._fail(Malformed("the worker's answer has a transfer coding that was not asked for"))
+        if self._doubt:
+            self._fail(Malformed(f"the worker's answer has {self._doubt}"))
             return
         if self._headed:
             # Not from inside the parser, which would take a defect of ours for a malformed answer.
@@ -142,9 +142,21 @@ class Outbound(asyncio.Protocol):
         pieces = self._pieces
         if pieces and self.receiver is receiver:
             self._pieces = []
+            self._head_bytes = 0
             receiver.response_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        elif begun and not self._complete and self._grows(data):
+            # Extensions and trailers without end.
+            return
         if self._complete and self.receiver is receiver:
             self._release(receiver)
+
+    def _grows(self, data: bytes) -> bool:
+        """Count what is no payload; true if it is too much, which is told to the receiver."""
+        self._head_bytes += len(data)
+        if self._head_bytes <= self.pool.limits.head:
+            return False
+        self._fail(Malformed("the head of the worker's answer is too large"))
+        return True
 
     # -- llhttp -----------------------------------------------------------------------------------------------------
 
@@ -167,16 +179,26 @@ class Outbound(asyncio.Protocol):
         if self._complete or self.receiver is None:
             return
         self._status = status = self._parser.get_status_code()
-        if status < 200:
+        if not 100 <= status <= 599:
+            self._doubt = "a status that does not exist"
+        if 100 <= status < 200:
+            if any(name.lower() in _LENGTHS for name, _ in self._fields):
+                # It has none; llhttp would read it for some of these statuses.
+                self._doubt = "an interim answer with a length"
             return
+        if self._parser.get_http_version() not in ("1.1", "1.0"):
+            self._doubt = "a version that is not spoken here"
         self._started = True
-        sized = status in (204, 304)
+        framed = 0
         for name, value in self._fields:
             low = name.lower()
-            if low in (b"content-length", b"transfer-encoding"):
-                sized = True
-                self._coded = self._coded or (low == b"transfer-encoding" and value.strip().lower() != b"chunked")
-        self._sized = sized
+            if low in _LENGTHS:
+                framed += 1
+                if low == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                    self._doubt = "a transfer coding that was not asked for"
+        if framed > 1:
+            self._doubt = "more than one length"
+        self._sized = framed > 0 or status in (204, 304)
         # Asked here and not at the end: llhttp forgets it with the message.
         self._keep = self._parser.should_keep_alive()
         self._headed = True
@@ -199,7 +221,7 @@ class Outbound(asyncio.Protocol):
         self.receiver = receiver
         self.answered = False
         self._head_bytes = 0
-        self._coded = False
+        self._doubt = ""
         self._headed = self._started = self._complete = self._sized = False
         self._pieces = []
         self._status = 0

@@ -127,9 +127,9 @@ def _request_start(
 
 
 def _guarded(low: bytes) -> bool:
-    """Servers read ``_`` as ``-`` in field names."""
+    """Servers read ``_`` as ``-`` in field names: what stops here does so in that spelling too."""
     plain = low.replace(b"_", b"-")
-    return plain in GUARDED_HEADERS or plain.startswith(b"x-override-")
+    return plain in GUARDED_HEADERS or plain in _REQUEST_STOPS or plain.startswith(b"x-override-")
 
 
 def response_head(

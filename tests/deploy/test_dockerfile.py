@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -55,6 +56,7 @@ def test_the_context_lets_every_source_through() -> None:
 @pytest.mark.slow
 def test_the_build_steps_give_a_working_command(tmp_path: Path) -> None:
     places = {"/src": tmp_path / "src", "/wheels": tmp_path / "wheels", "/opt/warmroute": tmp_path / "opt"}
+    places["/build"] = tmp_path / "build"
     where = tmp_path
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for instruction, rest in stages()[0][1:]:
@@ -62,9 +64,12 @@ def test_the_build_steps_give_a_working_command(tmp_path: Path) -> None:
             where = places[rest]
             where.mkdir()
         elif instruction == "COPY":
-            *sources, _ = rest.split()
+            *sources, place = rest.split()
             for source in sources:
-                if (ROOT / source).is_dir():
+                if place.endswith("/") and place != "./":
+                    (where / place).mkdir(exist_ok=True)
+                    shutil.copy(ROOT / source, where / place)
+                elif (ROOT / source).is_dir():
                     shutil.copytree(ROOT / source, where / source, ignore=shutil.ignore_patterns("__pycache__"))
                 else:
                     shutil.copy(ROOT / source, where / source)
@@ -83,6 +88,17 @@ def test_the_build_steps_give_a_working_command(tmp_path: Path) -> None:
         )
         assert ran.returncode == 0, ran.stderr
         assert b"usage" in ran.stdout
+    bill = json.loads((tmp_path / "opt/sbom.cdx.json").read_text())
+    script = (
+        "import json, importlib.metadata as m; print(json.dumps([f'{d.name}=={d.version}' for d in m.distributions()]))"
+    )
+    ran = subprocess.run([tmp_path / "opt/bin/python", "-c", script], cwd=tmp_path, capture_output=True, timeout=30)
+    installed = {
+        re.sub("[-_.]+", "-", name.lower()) for name in json.loads(ran.stdout) if not name.startswith("warmroute==")
+    }
+    assert installed == {
+        re.sub("[-_.]+", "-", f"{each['name'].lower()}=={each['version']}") for each in bill["components"]
+    }
     script = "import gateway.templates, gateway.tokens, jwt, cryptography"
     ran = subprocess.run([tmp_path / "opt/bin/python", "-c", script], cwd=tmp_path, capture_output=True, timeout=30)
     assert ran.returncode == 0, ran.stderr

