@@ -57,6 +57,7 @@ from gateway.roots import Roots
 from gateway.routing import Routing, draw_of
 from gateway.sessions import Sessions
 from gateway.tenants import Tenant, Tenants
+from gateway.trials import Policies
 from gateway.workers import Target, Worker
 from kv_index.index import PrefixIndex
 from policies.base import load as load_policy
@@ -115,7 +116,7 @@ class Gateway:
         """Model -> how token ids of its prompts are made."""
         self.pairs = Pairs(self, pairs or Disaggregation())
         self.preparing: set[Preparing] = set()
-        self._relief = load_policy("session", {"fallback": "least_load"})
+        self._relief = Policies(load_policy("session", {"fallback": "least_load"}))
         """What routes under pressure."""
         self.limits_in = limits_in or Inward()
         self.limits_out = limits_out or Outward()
@@ -159,11 +160,10 @@ class Gateway:
 
     def _choose(self, passthrough: Sequence[str]) -> None:
         """What follows from tenants and options: policies, and the paths that there are."""
-        self._default = self.options.default()
-        policies = [self._default, *self.options.policies.values(), *self.tenants.policies()]
+        policies = [self.routing.default, *self.options.policies.values(), *self.tenants.policies()]
         self._light = not any(policy.needs_prefix or policy.needs_session for policy in policies)
         """No policy here wants prompts."""
-        self.routing.policies = {each.name: each.policy for each in self.tenants.all() if each.policy is not None}
+        self.routing.tenants = {each.name: each for each in self.tenants.all()}
         self.routes: dict[bytes, tuple[Dialect, Route]] = {
             path: (dialect, route) for dialect in self.dialects.values() for path, route in dialect.routes.items()
         }
@@ -375,8 +375,7 @@ class Gateway:
         """How this request's token ids are made; ``None`` where nobody needs them, or the client gave them."""
         name = self._served_name(tenant, reading)
         mode = self.modes.get(name) if name is not None else None
-        policy = tenant.policy or self.options.policies.get(name or "") or self._default
-        if mode is None or not policy.needs_prefix:
+        if mode is None or name is None or not self.routing.policies_of(tenant, name).needs_prefix:
             return None
         if self.pressure.rung >= Rung.TOKENS:
             self._by_text(tenant, reading, "pressure")

@@ -8,6 +8,7 @@ from gateway.prompt import Prompt, Thinking
 from gateway.sessions import Session
 from gateway.slots import Slots
 from gateway.tenants import Tenant
+from gateway.trials import Policies
 from kv_index.checkpoints import Rule
 from kv_index.pages import EMPTY, Pages
 from kv_index.radix import Node
@@ -25,7 +26,7 @@ class Model:
     """What the gateway knows of one model."""
 
     name: str
-    policy: Policy
+    policies: Policies
     thinking: Thinking = Thinking.STRIP
     rule: Rule | None = None
     """Where its engines can resume a prompt, if not anywhere."""
@@ -82,6 +83,7 @@ class Ask:
         "pin",
         "policy",
         "predicted",
+        "prefixed",
         "prompt",
         "reading",
         "request",
@@ -92,6 +94,7 @@ class Ask:
         "second",
         "session",
         "shadow",
+        "shadowed",
         "shared",
         "size",
         "slot",
@@ -108,6 +111,10 @@ class Ask:
         self.tenant = tenant
         self.model = model
         self.policy = policy
+        self.prefixed = policy.needs_prefix
+        """Whether what targets hold of its prompt is wanted."""
+        self.shadowed: Policy | None = None
+        """What is asked beside its policy, to be compared."""
         self.reading = reading
         self.session: Session | None = None
         self.new_session = False
@@ -179,9 +186,9 @@ class Ask:
 class Options:
     """How models are named and routed."""
 
-    default: Callable[[], Policy]
-    policies: dict[str, Policy] = field(default_factory=dict)
-    """Model -> policy."""
+    default: Callable[[], Policies]
+    policies: dict[str, Policies] = field(default_factory=dict)
+    """Model -> how it is routed, where that is not the default."""
     aliases: dict[str, str] = field(default_factory=dict)
     configured: frozenset[str] = frozenset()
     """Models that the configuration names: known even when nobody serves them."""

@@ -117,11 +117,31 @@ class EventsConfig:
 
 
 @dataclass(slots=True)
+class ShadowConfig:
+    """Another policy that is asked beside, and only compared."""
+
+    policy: str
+    share: float = 0.1
+    """Of the requests."""
+
+
+@dataclass(slots=True)
+class RolloutConfig:
+    """Another policy that routes a part of the sessions, each for good."""
+
+    policy: str
+    share: float
+    """Of the sessions."""
+
+
+@dataclass(slots=True)
 class ModelConfig:
     """One model."""
 
     aliases: list[str] = field(default_factory=list)
     policy: str | None = None
+    rollout: RolloutConfig | None = None
+    shadow: ShadowConfig | None = None
     thinking: str = "auto"
     """Text mode: what the template does with thinking of earlier turns: auto (by the model's name),
     strip_before_last_user, keep, drop."""
@@ -296,6 +316,10 @@ class TenantConfig:
     subjects: list[str] = field(default_factory=list)
     """Of client certificates that are it: a URI or DNS name of them, or their common name."""
     policy: str | None = None
+    policies: dict[str, str] = field(default_factory=dict)
+    """Model -> policy, where it is not ``policy``."""
+    rollout: RolloutConfig | None = None
+    shadow: ShadowConfig | None = None
     models: list[str] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of its own -> models."""

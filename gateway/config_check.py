@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ModelConfig,
         Recording,
         SessionsConfig,
+        TenantConfig,
         WorkerConfig,
     )
 
@@ -201,8 +202,14 @@ _ENDPOINT = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}|ipc://\S+")
 
 def _check_policies(config: Config, wrong: Any) -> None:
     used = {"policy": config.policy}
-    used.update({f"models.{name}.policy": model.policy for name, model in config.models.items() if model.policy})
-    used.update({f"tenants[{at}].policy": tenant.policy for at, tenant in enumerate(config.tenants) if tenant.policy})
+    told = [(f"models.{name}", model) for name, model in config.models.items()]
+    told += [(f"tenants[{at}]", tenant) for at, tenant in enumerate(config.tenants)]  # type: ignore[misc]
+    for key, each in told:
+        if each.policy:
+            used[f"{key}.policy"] = each.policy
+        _check_parts(key, each, config, used, wrong)
+    for at, tenant in enumerate(config.tenants):
+        used.update({f"tenants[{at}].policies.{model}": policy for model, policy in tenant.policies.items()})
     for name, options in config.policies.items():
         if not isinstance(options, dict) or "name" not in options:
             wrong(f"policies.{name}", f"needs a 'name': one of {', '.join(policy_names())}")
@@ -222,6 +229,20 @@ def _check_policies(config: Config, wrong: Any) -> None:
             wrong(f"{key}.name" if named else key, f"no policy is called {given!r}; {hint}")
         except BadOption as error:
             wrong(f"{key}.{error.option}" if error.option else key, str(error))
+
+
+def _check_parts(key: str, told: ModelConfig | TenantConfig, config: Config, used: dict[str, str], wrong: Any) -> None:
+    """Other policies for a part of what is asked."""
+    for name, part in (("rollout", told.rollout), ("shadow", told.shadow)):
+        if part is None:
+            continue
+        used[f"{key}.{name}.policy"] = part.policy
+        if not 0 <= part.share <= 1:
+            wrong(f"{key}.{name}.share", "is a share: from 0 to 1")
+        if told.policy is None and key.startswith("tenants") and any(model.policy for model in config.models.values()):
+            wrong(
+                f"{key}.{name}", "beside which policy? Name the tenant's policy too: models have policies of their own"
+            )
 
 
 def _check_admission(config: Config, wrong: Any) -> None:

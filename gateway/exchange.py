@@ -279,6 +279,15 @@ class Exchange:
             return None
         return choice, None
 
+    def _compare(self, choice: Choice, now: float) -> None:
+        """Have the shadow asked; whatever it does, this request goes on."""
+        try:
+            self.gateway.routing.compare(self.ask, choice, self.tried, now)
+        except NoWorker:
+            pass
+        except Exception:
+            self.gateway.defect("asking a shadow policy")
+
     def _admit(self) -> None:
         """It is let in."""
         self.admitted = True
@@ -296,6 +305,8 @@ class Exchange:
         choice, handed = found
         if not self.attempts:
             self._admit()
+            if ask.shadowed is not None:
+                self._compare(choice, now)
         ask.request.queued = 0.0
         target = choice.target
         assert isinstance(target, Target)

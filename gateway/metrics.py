@@ -267,6 +267,22 @@ class Metrics:
 
     def _decisions(self) -> None:
         self.decisions = Counter("warmroute_decisions", "Routing decisions.", (*WHO, "reason"))
+        who = ("tenant", "model", "policy", "shadow")
+        self.shadow_decisions = Counter(
+            "warmroute_shadow_decisions",
+            "Requests about which a shadow policy was asked too, by whether it would have chosen the same.",
+            (*who, "agrees"),
+        )
+        self.shadow_seconds = Counter(
+            "warmroute_shadow_seconds",
+            "Seconds by which the shadow's choices would have been better, or worse, by the costs that the gateway knows.",
+            (*who, "than_ours"),
+        )
+        self.shadow_tokens = Counter(
+            "warmroute_shadow_tokens",
+            "Prompt tokens that the shadow's choices would have had computed less (better) or more (worse).",
+            (*who, "than_ours"),
+        )
         self.routed = Counter("warmroute_routed_requests", "Requests sent, by target.", ("model", "target"))
         self.sessions = Counter(
             "warmroute_session_outcomes",
@@ -404,6 +420,16 @@ class Metrics:
         if tally is None:
             tally = self._tallies[key] = Tally(self, tenant, model, policy, target)
         return tally
+
+    def shadows(
+        self, tenant: str, model: str, policy: str, shadow: str, agrees: bool, seconds: float, tokens: int
+    ) -> None:
+        """A shadow was asked: ``seconds`` and ``tokens`` by which its choice would have been better."""
+        who = (tenant, model, policy, shadow)
+        self.shadow_decisions.add((*who, "true" if agrees else "false"))
+        for counter, saved in ((self.shadow_seconds, seconds), (self.shadow_tokens, tokens)):
+            if saved:
+                counter.add((*who, "better" if saved > 0 else "worse"), abs(saved))
 
     def collect(self) -> Iterator[Metric]:
         """For prometheus-client."""

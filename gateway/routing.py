@@ -22,6 +22,7 @@ from gateway.prompt import Prompt, thinking_of
 from gateway.returning import Returning
 from gateway.sessions import KEPT, Session, Sessions
 from gateway.tenants import Tenant
+from gateway.trials import Policies, regret
 from gateway.workers import State, Target
 from kv_index.index import PrefixIndex
 from kv_index.pages import SYMBOL, TEXT_PAGE, names
@@ -47,12 +48,13 @@ class Routing:
         self.options = options
         self.models: dict[str, Model] = {}
         self.holdings = Holdings(fleet, index, options, self.models)
-        self._default = options.default()
+        self.default = options.default()
+        """How models are routed of which nothing else is said."""
         self.offers = Offers()
-        self.relief: Policy | None = None
+        self.relief: Policies | None = None
         """What chooses in place of policies that ask the index, while the gateway has no time for that."""
-        self.policies: dict[str, Policy] = {}
-        """Tenant -> its own policy."""
+        self.tenants: dict[str, Tenant] = {}
+        """By name."""
         self.pins = Pins()
         self.returning = Returning(fleet)
         self._paired: dict[int, tuple[Policy, Policy]] = {}
@@ -60,11 +62,11 @@ class Routing:
     def reconfigure(self, options: Options) -> None:
         """Models are named and routed otherwise from here on; what was learned of them stays."""
         self.options.become(options)
-        self._default = options.default()
+        self.default = options.default()
         self._paired = {}
         for name, model in self.models.items():
             model.thinking = options.thinking.get(name) or thinking_of(name)
-            model.policy = options.policies.get(name) or self._default
+            model.policies = options.policies.get(name) or self.default
             model.label = name if self._known(name) else model.label
             self.holdings.describe(model)
 
@@ -93,11 +95,11 @@ class Routing:
             if len(self.models) >= options.most_models:
                 self.models.pop(next(iter(self.models)))
             thinking = options.thinking.get(name) or thinking_of(name)
-            policy = options.policies.get(name) or self._default
+            policies = options.policies.get(name) or self.default
             # An engine that lists no models takes any name: such names are a client's, and no label.
             label = name if self._known(name) else "unlisted"
             by_ids = float(name in options.by_ids)
-            model = self.models[name] = Model(name, policy, thinking, by_ids=by_ids, fitted=by_ids, label=label)
+            model = self.models[name] = Model(name, policies, thinking, by_ids=by_ids, fitted=by_ids, label=label)
             self.holdings.describe(model)
         return model
 
@@ -128,20 +130,19 @@ class Routing:
         model = None if reading.opaque and wanted is None else self.model(wanted)
         if tenant.models is not None:
             self._check_model(tenant, reading, model)
-        policy = tenant.policy or (model.policy if model is not None else self._default)
-        if self.relief is not None and policy.needs_prefix:
-            policy = self.relief
-        ask = Ask(tenant, model, policy, reading)
+        policies = self._policies(tenant, model)
+        ask = Ask(tenant, model, policies.main, reading)
         request = ask.request
         request.draw = draw
         if model is None:
             return ask
         request.ordinal = model.ordinal
-        if reading.make_prompt is None or not (policy.needs_prefix or policy.needs_session):
+        if reading.make_prompt is None or not (policies.needs_prefix or policies.needs_session):
+            _share_out(ask, policies)
             return ask
         ask.namespace = b"\x00".join((model.space, tenant.space, reading.namespace))
         carried: int | None = None
-        if policy.needs_session:
+        if policies.needs_session:
             found = self.sessions.name(named, reading, memo, tenant.seed)
             held = None
             if reading.previous is not None and (found is None or found.source not in ("configured", "sticky")):
@@ -153,19 +154,44 @@ class Routing:
                 ask.found = found.source
                 if found.carried is not None:
                     carried = self._carried_home(ask.session, found.carried.home, model, dry)
-        if ids is None and policy.needs_prefix and reading.ids is not None:
+        if ids is None and policies.needs_prefix and reading.ids is not None:
             ids = reading.ids()
-        if policy.needs_prefix or (ask.session is None and self.relief is None):
+        if policies.needs_prefix or (ask.session is None and self.relief is None):
             # A prompt that is given as ids is those ids.
             given = ids if reading.ids is not None else None
             ask.prompt = reading.make_prompt(model.thinking) if given is None else Prompt([given], [])
             ask.size = len(ask.prompt.text)
-            if ask.session is None and policy.needs_session:
+            if ask.session is None and policies.needs_session:
                 ask.scope = xxh3_64_intdigest(ask.namespace, tenant.seed)
                 ask.session = self.sessions.by_content(ask.prompt, ask.scope, tenant.name, model.name, now, dry)
                 ask.found = None if ask.session is None else "content"
+        _share_out(ask, policies)
         self._meet(ask, model, now, carried, ids, salt)
         return ask
+
+    def _policies(self, tenant: Tenant, model: Model | None) -> Policies:
+        """How the tenant's requests for ``model`` are routed now."""
+        policies = self.policies_of(tenant, None if model is None else model.name)
+        return self.relief if self.relief is not None and policies.needs_prefix else policies
+
+    def policies_of(self, tenant: Tenant, model: str | None) -> Policies:
+        """How the tenant's requests for ``model`` are routed: as it says of that one, as it says, as the model says."""
+        if model is not None:
+            own = tenant.by_model.get(model)
+            if own is not None:
+                return own
+        return tenant.policies or self.options.policies.get(model or "") or self.default
+
+    def compare(self, ask: Ask, made: Choice, tried: Collection[int], now: float) -> None:
+        """Ask the shadow what it would have done, and count how that compares."""
+        shadow = ask.shadowed
+        if shadow is None or ask.model is None:
+            return
+        view = self.view(ask, tried, now)
+        choice = (self._paired_policy(shadow) if view.prefill is not None else shadow).choose(ask.request, view, now)
+        seconds, tokens = regret(ask.request, made, choice, now)
+        agrees = (choice.target, choice.prefill) == (made.target, made.prefill)
+        self.metrics.shadows(ask.tenant.name, ask.model_name, ask.policy.name, shadow.name, agrees, seconds, tokens)
 
     def _meet(
         self,
@@ -187,7 +213,7 @@ class Routing:
             # One of whose answer all is here but the end of its framing runs no more.
             request.siblings = session.running and session.running - sum([each.over() for each in session.live])
         request.turns = model.demand.turns
-        if ask.policy.needs_prefix and ask.prompt is not None:
+        if ask.prefixed and ask.prompt is not None:
             if ids is None:
                 self.holdings.match(ask, ask.prompt, model)
             else:
@@ -372,7 +398,7 @@ class Routing:
             return stays
         view = self.view(ask, tried, now)
         staged = view.prefill is not None
-        if ask.model is not None and ask.policy.needs_prefix:
+        if ask.model is not None and ask.prefixed:
             computing = view.targets if view.prefill is None else view.prefill.targets
             ask.request.crowd = ask.model.demand.crowd(len(computing), now)
         ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)
@@ -386,7 +412,10 @@ class Routing:
         if view is None:
             raise NoWorker(f"nobody else serves {session.model!r} now")
         request = Request(session.hash, session=session.hash, tokens=session.prompt_tokens)
-        policy = self.policies.get(session.tenant) or (model.policy if model is not None else self._default)
+        tenant = self.tenants.get(session.tenant)
+        policies = self.default if tenant is None else self.policies_of(tenant, session.model)
+        part = policies.rollout
+        policy = part.policy if part is not None and part.has(session.hash) else policies.main
         if model is not None:
             request.turns, request.ordinal = model.demand.turns, model.ordinal
             model.ordinal += 1
@@ -604,8 +633,12 @@ class Routing:
         staged = view.prefill is not None
         rows = self._policy(ask, staged).explain(ask.request, view, now)
         session = ask.session
+        other = None if ask.shadowed is None else ask.shadowed.choose(ask.request, view, now) if not staged else None
         return {
             "decision": ask.policy.name,
+            "shadow": None
+            if other is None or ask.shadowed is None
+            else _shadowed(ask, ask.shadowed, choice, other, now),
             "reason": choice.reason,
             "target": choice.target.name,
             "pair": None
@@ -661,6 +694,16 @@ class Routing:
         return None if found is None else found.name
 
 
+def _share_out(ask: Ask, policies: Policies) -> None:
+    """Who routes it, and who is asked beside."""
+    ask.prefixed = policies.needs_prefix
+    rollout, shadow = policies.rollout, policies.shadow
+    if rollout is not None and rollout.has(ask.request.draw if ask.session is None else ask.session.hash):
+        ask.policy = rollout.policy
+    if shadow is not None and shadow.has(ask.request.draw):
+        ask.shadowed = shadow.policy
+
+
 def _without(live: tuple[Ask, ...], ask: Ask) -> tuple[Ask, ...]:
     return () if len(live) < 2 else tuple([each for each in live if each is not ask])
 
@@ -683,6 +726,18 @@ def computing(choice: Choice, target: Target) -> Target:
         return target
     assert isinstance(choice.prefill, Target)
     return choice.prefill
+
+
+def _shadowed(ask: Ask, shadow: Policy, made: Choice, other: Choice, now: float) -> dict[str, object]:
+    """What another policy would do, beside what is done."""
+    seconds, tokens = regret(ask.request, made, other, now)
+    return {
+        "policy": shadow.name,
+        "target": other.target.name,
+        "agrees": other.target is made.target,
+        "saves_ms": round(seconds * 1e3, 3),
+        "saves_tokens": tokens,
+    }
 
 
 def _stage(ask: Ask, row: Candidate) -> dict[str, object]:

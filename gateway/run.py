@@ -19,7 +19,7 @@ from gateway.admin import AdminSite
 from gateway.admission import Options as Queueing
 from gateway.app import Gateway
 from gateway.asks import Options
-from gateway.config import Config
+from gateway.config import Config, ModelConfig, TenantConfig
 from gateway.config_reader import ConfigError, Problem
 from gateway.credentials import BadKey, read_keys
 from gateway.doctor import Doctor
@@ -54,6 +54,7 @@ from gateway.stores import FileStore, RedisStore, Store, Unsaved
 from gateway.subscribe import Subscriptions
 from gateway.tenants import ANONYMOUS, Known, Tenant, Tenants
 from gateway.tls import context, digest
+from gateway.trials import Part, Policies
 from gateway.workers import State, Worker, WorkerSpec
 from kv_index.blocks import BlockIndex
 from kv_index.checkpoints import Rule
@@ -599,7 +600,11 @@ def make_tenants(
     for number, each in enumerate(config.tenants):
         tenant = Tenant(
             each.name,
-            policy=config.make_policy(each.policy) if each.policy else None,
+            policies=_policies(config, each.policy, each),
+            by_model={
+                name: Policies(config.make_policy(policy), *_parts(config, each))
+                for name, policy in each.policies.items()
+            },
             models=frozenset(each.models) if each.models is not None else None,
             aliases=dict(each.aliases),
             shows_routing=each.show_routing,
@@ -665,6 +670,21 @@ def make_queueing(config: Config) -> Queueing:
     return Queueing(told.ahead, told.hold, bounds, priorities)
 
 
+def _policies(config: Config, policy: str | None, told: TenantConfig | ModelConfig) -> Policies | None:
+    """How a tenant or a model is routed; ``None``: it says nothing of that."""
+    if policy is None and told.rollout is None and told.shadow is None:
+        return None
+    return Policies(config.make_policy(policy or config.policy), *_parts(config, told))
+
+
+def _parts(config: Config, told: TenantConfig | ModelConfig) -> tuple[Part | None, Part | None]:
+    rollout, shadow = told.rollout, told.shadow
+    return (
+        None if rollout is None else Part(config.make_policy(rollout.policy), rollout.share),
+        None if shadow is None else Part(config.make_policy(shadow.policy), shadow.share),
+    )
+
+
 def make_pressure(config: Config) -> Limits:
     """When the gateway itself is short of time or memory."""
     return Limits(config.pressure.lag, config.pressure.memory or allowed())
@@ -673,8 +693,12 @@ def make_pressure(config: Config) -> Limits:
 def make_options(config: Config) -> Options:
     """How models are named and routed."""
     return Options(
-        default=lambda: config.make_policy(config.policy),
-        policies={name: config.make_policy(model.policy) for name, model in config.models.items() if model.policy},
+        default=lambda: Policies(config.make_policy(config.policy)),
+        policies={
+            name: policies
+            for name, model in config.models.items()
+            if (policies := _policies(config, model.policy, model)) is not None
+        },
         aliases={alias: name for name, model in config.models.items() for alias in model.aliases},
         configured=frozenset(config.models),
         thinking={name: Thinking(model.thinking) for name, model in config.models.items() if model.thinking != "auto"},

@@ -21,7 +21,7 @@ from gateway.guesses import Guesses
 from gateway.http.incoming import Peer
 from gateway.meters import Limits, Meter
 from gateway.oidc import NotGenuine, Tokens
-from policies.base import Policy
+from gateway.trials import Policies
 
 ANONYMOUS = "anonymous"
 
@@ -31,8 +31,10 @@ class Tenant:
     """One tenant."""
 
     name: str
-    policy: Policy | None = None
+    policies: Policies | None = None
     """``None``: the model's own, or the default."""
+    by_model: Mapping[str, Policies] = field(default_factory=dict)
+    """Model -> how its requests for that one are routed."""
     models: frozenset[str] | None = None
     """Names it may use (aliases included); ``None``: all."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -137,9 +139,11 @@ class Tenants:
         named = [*self._keys.owners(), *self._claims.values(), *self._subjects.values()]
         return [*named, *([self.anonymous] if self.anonymous else [])]
 
-    def policies(self) -> list[Policy]:
+    def policies(self) -> list[Policies]:
         """Policies that tenants have of their own."""
-        return [tenant.policy for tenant in self.all() if tenant.policy is not None]
+        return [
+            each for tenant in self.all() for each in (tenant.policies, *tenant.by_model.values()) if each is not None
+        ]
 
     def shows_content(self, name: str) -> bool:
         """Whether reports may show some of that tenant's text."""

@@ -185,7 +185,6 @@ def test_what_is_wrong_with_pairs_is_told_with_the_cure(text: str, key: str, cur
         "models: {m: {tokenizer: /t.json}}",
         "models: {m: {template: /t.jinja}}",
         "discovery: {source: kubernetes}",
-        "tenants: [{name: a, keys: [k], shadow: {policy: random, share: 0.1}}]",
         "replicas: {processes: 4}",
     ],
 )
