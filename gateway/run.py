@@ -32,6 +32,7 @@ from gateway.health import Health
 from gateway.http.limits import Inward, Outward
 from gateway.http.outbox import Outbox
 from gateway.http.server import Inbound
+from gateway.inserts import SALTED
 from gateway.jwks import KeySet
 from gateway.keeping import Keeper
 from gateway.lifecycle import Lifecycle
@@ -452,6 +453,8 @@ class Running:
         self.subscriptions.watch(worker)
         if self.keeper is not None:
             self.keeper.arrived(worker)
+        isolates = any(tenant.isolated for tenant in self.gateway.tenants.all())
+        worker.observe("salt", isolates and worker.facts.engine not in SALTED)
         self._warn(worker)
 
     def _warn(self, worker: Worker) -> None:

@@ -45,6 +45,11 @@ LACKS = {
         "after a lost event, and when the gateway starts later than it, its cache is predicted for a while",
         {"vllm": "replay_endpoint in --kv-events-config", "sglang": "replay_endpoint in --kv-events-config"},
     ),
+    "salt": Lack(
+        "it does not keep caches of different cache_salt apart",
+        "isolated tenants can tell by the time of an answer what others have cached there",
+        {"": "engines of their own for isolated tenants: tenants[].models; or vLLM, SGLang, TensorRT-LLM"},
+    ),
     "small_cache": Lack(
         "its cache is smaller than its sessions' prompts together",
         "sessions lose their cache between turns",
@@ -57,7 +62,7 @@ LACKS = {
     ),
 }
 
-LOUD = frozenset(("usage_details", "metrics", "prefix_cache", "chunked_prefill", "small_cache", "returning"))
+LOUD = frozenset(("usage_details", "metrics", "prefix_cache", "chunked_prefill", "salt", "small_cache", "returning"))
 """Worth a warning at start; the rest shows in listings only."""
 
 

@@ -13,7 +13,7 @@ from gateway.config_reader import Secret
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.scripted import Scripted, Seen, ok
-from tests.gateway.talk import CHAT, Response, chat, once, request
+from tests.gateway.talk import CHAT, Response, admin, chat, once, request
 
 SECRET = "kept between restarts"
 WORDS = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 200}]
@@ -255,3 +255,17 @@ async def test_a_tenant_of_an_alias_is_refused_every_other_model(
     )
     assert answer.status == 403
     assert worker.seen == []
+
+
+async def test_an_engine_that_cannot_keep_tenants_apart_is_told_of(
+    gateway: Begin, engine: StartEngine, scripted: StartScripted
+) -> None:
+    able, plain = await engine(), await scripted()
+    running = await gateway(able, plain, change=having(isolated("a"), shared("b")))
+    lacking = {worker.id for worker in running.fleet.workers.values() if "salt" in worker.observed}
+    assert lacking == {f"127.0.0.1:{plain.port}"}
+    rows = (await admin(running, "/workers"))["workers"]
+    (row,) = [row for each in rows for row in each["lacks"] if row["code"] == "salt"]
+    assert "tenants[].models" in row["cure"]
+    nobody = await gateway(plain, change=having(shared("b")))
+    assert all("salt" not in worker.observed for worker in nobody.fleet.workers.values())
