@@ -36,7 +36,7 @@ GENERATED = 2.0
 large language models", 2024."""
 LOOKS = 64
 """Requests that are compared, at most, to find the next one."""
-PRUDENCE = 0.9
+PRUDENCE = 0.8
 """Share of its time that a request may be expected to wait: what it meets at its target takes a while too."""
 WINDOW = 5.0
 """Seconds over which the pace of a level is averaged."""

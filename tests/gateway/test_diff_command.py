@@ -109,6 +109,7 @@ async def test_a_file_is_compared_with_what_runs(
         "listen": {"host": "127.0.0.1", "port": 0},
         "admin": {"port": 0, "token": "admin-secret"},
         "policy": "round_robin",
+        "pressure": {"lag": 10},
         "probes": {"join": 0.1, "health": 0.1},
         "drain": 0,
         "drain_limit": "500ms",
