@@ -65,7 +65,9 @@ class Accounts:
         gateway = self.gateway
         target = charge.target
         gateway.fleet.first_byte(charge)
-        target.record.began(exchange.first_at - exchange.sent_at, charge.expected)
+        seconds = exchange.first_at - exchange.sent_at
+        target.record.began(seconds, charge.expected)
+        target.began(seconds, charge.expected)
         ask = exchange.ask
         legs = exchange.legs
         if legs is not None:

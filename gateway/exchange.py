@@ -470,6 +470,10 @@ class Exchange:
         if self.charge is not None and not self.events:
             self.first_at = self.last_at
             self.gateway.fleet.first_byte(self.charge)
+            took = self.first_at - self.sent_at
+            if took < self.charge.expected:
+                # All of it took less than its prompt alone was expected to.
+                self.charge.target.began(took, self.charge.expected)
         return self.relay
 
     def _make_relay(self, status: int, fields: list[tuple[bytes, bytes]], length: bytes | None, events: bool) -> Relay:

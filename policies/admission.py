@@ -52,7 +52,8 @@ def full(target: Target, ahead: float, now: float) -> bool:
     """Whether a request that is sent to ``target`` now would only wait there: it runs as many as it can, or has more than
     ``ahead`` seconds of prefill in front. One that has nothing of ours is never full.
 
-    What each prompt costs whatever its length does not count: prompts that are computed in one step share that.
+    What each prompt costs whatever its length does not count: prompts that are computed in one step share that. Nor does what
+    the target has been shown to do faster than it was expected to (`Target.haste`).
     """
     running = target.running
     if not running:
@@ -60,7 +61,7 @@ def full(target: Target, ahead: float, now: float) -> bool:
     most = target.most_running
     if most is not None and running + target.foreign >= most:
         return True
-    wait = target.waits(now)
+    wait, ahead = target.waits(now), ahead / target.haste
     return wait > ahead and wait - (running + target.foreign - target.busy) * target.rates.base > ahead
 
 

@@ -90,6 +90,9 @@ class Target:
     """Tokens that its KV cache holds; ``None``: not known."""
     active: float = 0.0
     """Tokens of requests in flight: their prompts, and what they are expected to generate."""
+    haste: float = 1.0
+    """How long answers take to begin, as a part of what was expected: less than 1 where rates that were not learned yet, or
+    prompts that an engine computes together, made work look longer than it is."""
     most_running: int | None = None
     """Requests that it runs at one time, the others wait; ``None``: not known."""
     share: float = 1.0

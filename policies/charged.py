@@ -7,6 +7,13 @@ so the oldest charge is the one at work: what passed of it is no wait any more (
 from policies.base import Rates, Target
 from policies.calibrate import Calibration, Pace
 
+EACH = 0.1
+"""Weight of one answer in `Target.haste`."""
+LEAST = 0.005
+"""Seconds that must have been expected for an answer to tell anything of it."""
+MOST = 2.0
+HASTIEST = 0.01
+
 
 class Charged(Target):
     """See the module's head; seconds on whatever clock ``now`` is."""
@@ -46,6 +53,12 @@ class Charged(Target):
             # Sums of floats drift; an idle target is exactly idle, so that idle targets tie.
             self.charged = self.head = 0.0
         self.wait = self.charged + self.queued
+
+    def began(self, seconds: float, expected: float) -> None:
+        """An answer began after ``seconds``, and was expected to after ``expected``."""
+        if expected > LEAST:
+            told = seconds / expected
+            self.haste = min(1.0, max(HASTIEST, self.haste + EACH * ((told if told < MOST else MOST) - self.haste)))
 
     def learn(self, kind: Calibration, uncached: float, context: float, seconds: float, now: float) -> bool:
         """A prompt with nothing in front of it took ``seconds``; its ``kind`` learns from it too. Whether the target is priced

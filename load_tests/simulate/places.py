@@ -105,6 +105,8 @@ class Sent:
     symbols: bytes = b""
     pin: Node | None = None
     first: float | None = None
+    expected: float = 0.0
+    """Seconds after which its answer was to begin."""
     decoder: int | None = None
     """Who generates, if that is not the target."""
     moved: int = 0

@@ -146,6 +146,7 @@ class Router:
             self.beliefs.sent(sent, request, now)
         if self._committed is not None:
             self._committed(request, choice)
+        sent.expected = place.waits(now) + seconds
         place.running += 1
         place.charge(sent, seconds, now)
         place.pending += uncached
@@ -217,6 +218,7 @@ class Router:
                 self.learning.moved(sent.moved, now - sent.handed)
             sent.alone = False
         else:
+            place.began(now - sent.at, sent.expected)
             sent.alone = sent.alone and place.running == 1
             place.discharge(sent, now)
             place.pending -= sent.uncached
