@@ -12,7 +12,7 @@ EACH = 0.1
 LEAST = 0.005
 """Seconds that must have been expected for an answer to tell anything of it."""
 MOST = 2.0
-HASTIEST = 0.01
+HASTIEST = 1e-4
 
 
 class Charged(Target):
