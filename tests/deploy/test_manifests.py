@@ -64,12 +64,14 @@ def test_manifests_fit_together() -> None:
     (container,) = pod["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert {port["targetPort"] for port in service["ports"]} <= ports.keys()
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
-    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "health"}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "health"}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert pod["securityContext"]["runAsNonRoot"] is True
     config = parse(found["ConfigMap"]["data"]["warmroute.yaml"], {})
-    assert ports == {"http": config.listen.port, "metrics": config.metrics.port if config.metrics else None}
+    assert config.metrics is not None
+    assert config.health is not None
+    assert ports == {"http": config.listen.port, "metrics": config.metrics.port, "health": config.health.port}
     assert config.drain + config.drain_limit < pod["terminationGracePeriodSeconds"]
 
 
