@@ -246,6 +246,8 @@ class PriorityConfig:
     """How long its requests wait at most; if not given: ``admission.deadline``."""
     queue: Count | None = None
     """How many of them wait at most; if not given: as many as wait in all. Those of more priority take the places of others."""
+    bytes: Bytes | None = None
+    """Of their bodies, at most; if not given: as many as wait in all."""
 
 
 def _priorities() -> dict[str, PriorityConfig]:

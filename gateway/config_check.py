@@ -255,7 +255,7 @@ def _check_admission(config: Config, wrong: Any) -> None:
             wrong(key, "a priority's name has letters, digits, - and _ only: requests name it in a header")
         if not 0 <= level.share < 1:
             wrong(f"{key}.share", "is a share of what is computed: from 0 to less than 1")
-        for option in ("deadline", "queue"):
+        for option in ("deadline", "queue", "bytes"):
             value = getattr(level, option)
             if value is not None and value <= 0:
                 wrong(f"{key}.{option}", "must be more than 0")

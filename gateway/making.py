@@ -181,7 +181,13 @@ def make_queueing(config: Config) -> Queueing:
     told = config.admission
     unbounded = 1 << 62
     priorities = tuple(
-        Priority(name, level.share, level.deadline or told.deadline, level.queue or unbounded, unbounded)
+        Priority(
+            name,
+            level.share,
+            level.deadline or told.deadline,
+            level.queue or unbounded,
+            level.bytes or unbounded,
+        )
         for name, level in told.priorities.items()
     )
     # Where there are several, none of them fills it.

@@ -207,6 +207,20 @@ async def test_the_queue_is_bounded_in_bytes_and_for_each_tenant(gateway: Begin,
     assert asked.waiting == 3
 
 
+async def test_a_level_has_bounds_of_its_own(gateway: Begin, held: Any) -> None:
+    worker = await held()
+    levels = {"interactive": PriorityConfig(), "bulk": PriorityConfig(queue=1), "tiny": PriorityConfig(bytes=500)}
+    running = await gateway(worker.config, change=having(priorities=levels))
+    asked = Asked(running)
+    await asked.send("a")
+    await asked.send("b", "x-warmroute-priority: bulk")
+    told(await once(running.port, request(chat(), "x-warmroute-priority: bulk")), "level_full")
+    large = chat(messages=[{"role": "user", "content": "x" * 1000}])
+    told(await once(running.port, request(large, "x-warmroute-priority: tiny")), "level_full")
+    await asked.send("c")
+    assert asked.waiting == 2
+
+
 async def test_who_waited_for_too_long_is_told(gateway: Begin, held: Any) -> None:
     worker = await held()
     running = await gateway(worker.config, change=having(deadline=0.2))
