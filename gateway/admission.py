@@ -126,14 +126,22 @@ class Admission:
         free = meter is None or meter.free
         if free and not self.held.requests and not self._full(choice, now):
             return False
-        ask = exchange.ask
-        queue = self.queues.get(_name(exchange.ask))
+        name = _name(exchange.ask)
+        queue = self.queues.get(name)
         if free and not (queue is not None and len(queue)):
-            view = self.gateway.fleet.view(ask.model.name if ask.model is not None else None)
+            view = self.gateway.fleet.view(name or None)
             if view is None or self._free(view, now):
                 return False
-        held = ask.request.holdings.get((choice.prefill or choice.target).id, 0)
-        self._wait(exchange, (ask.request.tokens or 0) - held, now, inf)
+        self._wait(exchange, _computed(exchange.ask, choice), now, inf)
+        return True
+
+    def caps(self, exchange: Exchange, choice: Choice, now: float) -> bool:
+        """Whether one that can go to ``choice`` only has to wait because its tenant has as many running as it may, and does so
+        now. Raises `Overloaded`."""
+        meter = exchange.ask.tenant.meter
+        if meter is None or meter.free:
+            return False
+        self._wait(exchange, _computed(exchange.ask, choice), now, inf)
         return True
 
     def awaits(self, exchange: Exchange, fault: NoWorker, now: float) -> bool:
@@ -359,6 +367,11 @@ class Admission:
 def _name(ask: Ask) -> str:
     """Of its queue."""
     return "" if ask.model is None else ask.model.name
+
+
+def _computed(ask: Ask, choice: Choice) -> float:
+    """Prompt tokens that would be computed where it would go now."""
+    return (ask.request.tokens or 0) - ask.request.holdings.get((choice.prefill or choice.target).id, 0)
 
 
 def _exchange(waiting: Waiting) -> Exchange:

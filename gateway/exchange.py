@@ -229,11 +229,8 @@ class Exchange:
         try:
             self.until = self.gateway.admission.patience(self, self.started)
             self._attempt()
-        except Fault as fault:
-            self._answer_fault(fault)
-        except Exception:
-            self.gateway.defect("choosing a target")
-            self._answer_fault(Internal("the gateway failed; its log says why"))
+        except Exception as error:
+            self._not_sent(error)
 
     def wait(self, waiting: Waiting) -> None:
         """It has to wait until it is told to `leave`, or `turned_away`."""
@@ -248,9 +245,14 @@ class Exchange:
         try:
             self.gateway.routing.renew(self.ask, now)
             self._attempt(full)
-        except Fault as fault:
-            self._answer_fault(fault)
-        except Exception:
+        except Exception as error:
+            self._not_sent(error)
+
+    def _not_sent(self, error: Exception) -> None:
+        """In an except block: it was to be sent, and was not."""
+        if isinstance(error, Fault):
+            self._answer_fault(error)
+        else:
             self.gateway.defect("choosing a target")
             self._answer_fault(Internal("the gateway failed; its log says why"))
 
@@ -267,6 +269,8 @@ class Exchange:
         if handed is not None:
             choice = choice or gateway.routing.other(ask, handed.prefill, self.tried, now)
         if choice is not None:
+            if not self.admitted and gateway.admission.caps(self, choice, now):
+                return None
             return choice, handed
         try:
             tried = self.tried if not full else {*self.tried, *[each for each in full if each is not None]}

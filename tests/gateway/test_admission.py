@@ -418,6 +418,26 @@ async def test_a_tenant_has_no_more_running_than_it_may_and_the_rest_waits(gatew
     assert await metric(running, "warmroute_tenant_running", tenant="two") == 0
 
 
+async def test_a_stored_response_is_no_way_round_that(gateway: Begin, scripted: StartScripted) -> None:
+    free = asyncio.Event()
+
+    async def hold(seen: Seen) -> None:
+        await free.wait()
+        await seen.write(ok(b'{"id":"resp_b","object":"response"}'))
+
+    worker = await scripted(ok(b'{"id":"resp_a","object":"response"}'), hold)
+    running = await gateway(worker, change=having(tenant("one", limits=LimitsConfig(concurrency=1))))
+    key = "Authorization: Bearer key-one"
+    body = {"model": "sim", "input": "hi"}
+    assert (await once(running.port, request(body, key, path="/v1/responses"))).status == 200
+    more = {**body, "previous_response_id": "resp_a"}
+    tasks = [asyncio.create_task(once(running.port, request(more, key, path="/v1/responses"))) for _ in range(2)]
+    await until(lambda: [exchange.phase == QUEUED for exchange in running.gateway.exchanges].count(True) == 1)
+    assert len(worker.seen) == 2
+    free.set()
+    assert [(await task).status for task in tasks] == [200, 200]
+
+
 async def test_permits_come_back_however_requests_end(gateway: Begin, scripted: StartScripted) -> None:
     async def cut(seen: Seen) -> None:
         await seen.write(EVENTS + chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'))
