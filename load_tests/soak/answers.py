@@ -35,8 +35,9 @@ class Answer:
     """The answer came to its end."""
     left: bool = False
     """The client left of its own will."""
-    first: bool = False
-    """Something of the content came."""
+    first: float | None = None
+    """Seconds after which something of the content came; ``None``: it did not."""
+    retry_after: str | None = None
     error: str | None = None
 
 
@@ -62,6 +63,7 @@ async def ask(http: aiohttp.ClientSession, url: str, asked: Asked, manner: Manne
                 answer.status = response.status
                 answer.worker = response.headers.get("x-warmroute-worker", "").split("#")[0]
                 answer.refused = response.headers.get("x-warmroute-refused")
+                answer.retry_after = response.headers.get("retry-after")
                 if response.status != 200:
                     answer.error = (await response.text())[:300]
                     answer.whole = True
@@ -82,7 +84,7 @@ def _whole(told: dict[str, Any], answer: Answer) -> None:
     (choice,) = told["choices"]
     answer.id, answer.text = told["id"], choice["message"]["content"]
     answer.generated = told["usage"]["completion_tokens"]
-    answer.first = answer.whole = True
+    answer.first, answer.whole = monotonic() - answer.began, True
 
 
 async def _stream(response: aiohttp.ClientResponse, answer: Answer, pause: float) -> None:
@@ -106,7 +108,8 @@ async def _stream(response: aiohttp.ClientResponse, answer: Answer, pause: float
             answer.generated = told["usage"]["completion_tokens"]
         for choice in told["choices"]:
             if choice["delta"].get("content"):
-                answer.first = True
+                if answer.first is None:
+                    answer.first = monotonic() - answer.began
                 pieces.append(choice["delta"]["content"])
     answer.text = "".join(pieces)
     answer.id = ids.pop() if len(ids) == 1 else f"{len(ids)} ids in one stream"

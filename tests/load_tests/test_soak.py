@@ -108,7 +108,7 @@ def test_no_answer_is_lost() -> None:
 
 def test_a_broken_stream_is_excused_only_by_what_was_done_to_its_engine() -> None:
     one = asked()
-    part = answered(one, whole=False, text=one.answer()[:5], first=True)
+    part = answered(one, whole=False, text=one.answer()[:5])
     assert judged(part, of=one).spared.total() == 1
     harm = Harm()
     harm.begins("another")
