@@ -274,15 +274,16 @@ async def everything(idle: int | None, active: int) -> dict[str, Any]:
     idle = max(1, most - active) if idle is None else idle
     found: dict[str, Any] = {}
     with TemporaryDirectory(prefix="warmroute-connections-") as name:
-        for scene, run in (
-            ("many", lambda folder, stack: many(folder, stack, idle, active)),
-            ("full", lambda folder, stack: full(folder, stack, 500, 100)),
-            ("short", lambda folder, stack: short(folder, stack, 200)),
-        ):
+        for scene in ("many", "full", "short"):
             folder = Path(name, scene)
             os.mkdir(folder)
             async with AsyncExitStack() as stack:
-                found[scene] = await run(folder, stack)
+                if scene == "many":
+                    found[scene] = await many(folder, stack, idle, active)
+                elif scene == "full":
+                    found[scene] = await full(folder, stack, 500, 100)
+                else:
+                    found[scene] = await short(folder, stack, 200)
     return found
 
 

@@ -1,13 +1,13 @@
 """``python -m load_tests.overload``: several times as much as the engines can serve, over HTTP.
 
 A gateway in front of simulated engines that are slow by their physics, so that neither Python nor the machine is what is short.
-What they can serve is measured first. Then ``desk``'s interactive requests come alone, at 30 % of that, and then together with bulk
-of two tenants, ``desk`` and ``batch``, so that all of it is ``--times`` the capacity: at random times, whether there are answers
-or not, as from people.
+What they can serve is measured first. Then ``desk``'s interactive requests come alone, at 30 % of that, and then together with
+bulk of two tenants, ``desk`` and ``batch``, so that all of it is ``--times`` the capacity: at random times, whether there are
+answers or not, as from people.
 
     goodput   requests whose answer began within their deadline, a second, against the capacity
-    told      how long those that were turned away waited to hear it: at their arrival (the queue knows that it would be in vain), or
-              at their deadline
+    told      how long those that were turned away waited to hear it: at their arrival (the queue knows that it would be in
+              vain), or at their deadline
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -35,14 +36,16 @@ from load_tests.soak.answers import Answer, Manner, ask
 from load_tests.soak.asked import Asking
 from load_tests.soak.watch import at_rest
 
-ENGINES = 3
+ENGINES = 4
 SLOTS = 4
-FLAGS = ("--kv-tokens", "60000", "--max-running", str(SLOTS), "--step-seconds", "0.05")
+FLAGS = ("--kv-tokens", "60000", "--max-running", str(SLOTS), "--step-seconds", "0.04")
+TOKENS = 24
+"""Of every answer: what the engines can serve is then no matter of luck."""
 INTERACTIVE = 0.3
 """Of the capacity."""
 DEADLINES = {"interactive": 4.0, "bulk": 8.0}
 """Seconds."""
-CALIBRATE = 12.0
+CALIBRATE = 20.0
 WARMUP = 0.2
 """Of the run, before goodput is counted: queues fill."""
 AT_ARRIVAL = 1.0
@@ -76,14 +79,14 @@ class Load:
         found = [answer.first for answer in self.answers[priority] if answer.first is not None]
         return [each for each in found if each <= DEADLINES[priority]]
 
-    def goodput(self) -> float:
-        """Requests a second, after the warm-up."""
+    def rate(self, in_time: bool) -> float:
+        """Answers that began in a second, after the warm-up; ``in_time``: only those within their deadline."""
         since, until = self.began + WARMUP * self.seconds, self.began + self.seconds
         counted = 0
         for priority, answers in self.answers.items():
-            for each in answers:
-                if each.first is not None and each.first <= DEADLINES[priority]:
-                    counted += since <= each.began + each.first < until
+            most = DEADLINES[priority] if in_time else inf
+            firsts = [(each.began, each.first) for each in answers if each.first is not None]
+            counted += sum(first <= most and since <= began + first < until for began, first in firsts)
         return counted / (until - since)
 
     def refused(self, priority: str) -> list[Answer]:
@@ -127,10 +130,11 @@ class Overloaded:
 
     def told(self) -> dict[str, Any]:
         """As JSON."""
-        goodput = self.together.goodput()
+        began, goodput = self.together.rate(False), self.together.rate(True)
         return {
             "capacity_rps": round(self.capacity, 2),
             "asked_times_capacity": self.times,
+            "began_rps": round(began, 2),
             "goodput_rps": round(goodput, 2),
             "goodput_of_capacity": round(goodput / self.capacity, 3) if self.capacity else None,
             "interactive_alone": self.alone.told("interactive"),
@@ -158,7 +162,7 @@ class Clients:
 
     async def one(self, tenant: str, priority: str, load: Load) -> None:
         """One request, into ``load``."""
-        asked = self.asking.first(stream=True)
+        asked = replace(self.asking.first(stream=True), tokens=TOKENS)
         headers = {"authorization": f"Bearer {tenant}-key", "x-warmroute-priority": priority}
         answer = await ask(self.http, self.url, asked, Manner(headers))
         load.answers[priority].append(answer)

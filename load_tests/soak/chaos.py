@@ -110,7 +110,10 @@ class Chaos:
         self.did["engines stalled"] += 1
         engine.send(signal.SIGSTOP)
         # A hiccup, or so long that it is taken for dead.
-        await asyncio.sleep(self.random.choice((self.random.uniform(0.1, 3.0), self.random.uniform(3.0, 25.0))))
+        most = self.plan.stalled
+        await asyncio.sleep(
+            self.random.choice((self.random.uniform(0.1, 3.0), self.random.uniform(min(3.0, most), most)))
+        )
         engine.send(signal.SIGCONT)
         self._whole(engine)
 

@@ -30,6 +30,11 @@ class Plan:
     """Between two things that happen, on average."""
 
     @property
+    def stalled(self) -> float:
+        """For which an engine stands still, at most."""
+        return min(25.0, self.seconds / 5)
+
+    @property
     def harmed(self) -> int:
         """Engines that may be harmed at one time."""
         return max(1, self.engines // 3)

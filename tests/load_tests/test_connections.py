@@ -37,7 +37,8 @@ async def test_without_descriptors_it_serves_whom_it_has_and_recovers(tmp_path: 
     async with AsyncExitStack() as stack:
         found = await connections.short(tmp_path, stack, 50)
     assert found["answered_before"] == found["answered_in_the_flood"] == found["answered_after"] == 50
-    assert found["flood_refused"] + found["flood_cut"] >= 500
+    # Of 128 that 512 descriptors allow, 50 are there already.
+    assert found["flood_refused"] + found["flood_cut"] == found["flood"] - (128 - 50)
     assert found["cut_without_descriptors"] == 50
     assert found["new_connections_after"] == found["answered_on_new_connections"] == 50
     assert found["defects"] == 0
