@@ -24,6 +24,8 @@ STOP_SECONDS = 20.0
 ASK_SECONDS = 30.0
 LOOK = 0.05
 WARMROUTE = [sys.executable, "-c", "from gateway.cli import main; raise SystemExit(main())"]
+BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "sglang:num_running_reqs", "sglang:num_queue_reqs")
+"""Requests that an engine has, as it tells."""
 _GATEWAY = re.compile(r"listening on 127\.0\.0\.1:(\d+), admin on 127\.0\.0\.1:(\d+)")
 _ENGINE = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
 
@@ -129,7 +131,7 @@ class EnginePlace(Place):
     async def busy(self) -> float:
         """Requests that it has. Raises `PlaceError`."""
         found = await scrape(f"{self.url}/metrics")
-        return found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]
+        return sum(found[name] for name in BUSY if name in found)
 
 
 class GatewayPlace(Place):

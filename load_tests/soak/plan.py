@@ -12,6 +12,8 @@ SLOTS = 8
 ENGINE_FLAGS = (
     "--kv-tokens", "48000", "--max-running", str(SLOTS), "--step-seconds", str(STEP_SECONDS), "--time-scale", "1",
 )  # fmt: skip
+DIALECTS = ("vllm", "vllm", "sglang")
+"""Of engines, in turn."""
 POLICIES = ("cache_aware", "least_load", "careful", "lmetric", "power_of_two")
 """Between which reloads switch; ``careful`` is a named set of options."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from load_tests.places import EnginePlace, GatewayPlace
 from load_tests.soak.chaos import Chaos
-from load_tests.soak.plan import ENGINE_FLAGS, SLOTS, Plan, Written, tenants
+from load_tests.soak.plan import DIALECTS, ENGINE_FLAGS, SLOTS, Plan, Written, tenants
 from load_tests.soak.traffic import Traffic
 from load_tests.soak.verdict import Harm, Verdicts
 from load_tests.soak.watch import COUNTED, Watch, at_rest, own_descriptors
@@ -68,7 +68,10 @@ async def soak(plan: Plan) -> Soaked:
 
 
 async def _soak(plan: Plan, folder: Path, stack: AsyncExitStack) -> Soaked:
-    engines = [EnginePlace(folder, f"engine{number}", ENGINE_FLAGS) for number in range(plan.engines)]
+    kinds = [DIALECTS[number % len(DIALECTS)] for number in range(plan.engines)]
+    engines = [
+        EnginePlace(folder, f"engine{number}", ["--dialect", kind, *ENGINE_FLAGS]) for number, kind in enumerate(kinds)
+    ]
     for engine in engines:
         stack.callback(engine.kill)
     await asyncio.gather(*(engine.start() for engine in engines))
