@@ -231,6 +231,7 @@ async def short(folder: Path, stack: AsyncExitStack, over: int) -> dict[str, Any
     after = await at.crowd.do("ask", few)
     fresh = await flood.do("open", few)
     served = await flood.do("ask", few)
+    metrics = await at.gateway.metrics()
     return {
         "descriptors": FEW,
         "flood": FEW + over,
@@ -245,7 +246,8 @@ async def short(folder: Path, stack: AsyncExitStack, over: int) -> dict[str, Any
         "new_connections_after": fresh["open"],
         "answered_on_new_connections": served["good"],
         "log_bytes": at.gateway.log.stat().st_size,
-        "defects": int((await at.gateway.metrics())["warmroute_defects"]),
+        "told_of": int(metrics["warmroute_descriptors_short_total"]),
+        "defects": int(metrics["warmroute_defects"]),
     }
 
 

@@ -12,9 +12,13 @@ from load_tests.places import EnginePlace, GatewayPlace, PlaceError
 WARMUP = 0.2
 """Of the run, in which memory may grow."""
 ROOM = 8 * 2**20
-"""Bytes, and ..."""
+"""Bytes, or ..."""
 SHARE = 0.08
 """... part of what it has after its warm-up, by which it may grow over the rest of a run without being called a leak."""
+FILLED = 240.0
+"""Seconds after which what has a bound has reached it; until then ..."""
+FILLING = 20 * 2**20
+"""... so many bytes are no leak."""
 DESCRIPTORS = 8
 """By which their number may differ: what the control plane has open at that moment."""
 REST = 30.0
@@ -78,7 +82,10 @@ class Watch:
     def leaks(self) -> str | None:
         """What is to be said of its growth, if it is more than it should be."""
         grown = self.growth()
-        if grown is None or grown[1] <= max(ROOM, SHARE * grown[0]):
+        if grown is None:
+            return None
+        room = ROOM if self.memory[-1][0] >= FILLED else FILLING
+        if grown[1] <= max(room, SHARE * grown[0]):
             return None
         return f"memory grew by {grown[1] / 2**20:.1f} MiB after the warm-up, from {grown[0] / 2**20:.1f}"
 

@@ -42,5 +42,6 @@ async def test_without_descriptors_it_serves_whom_it_has_and_recovers(tmp_path: 
     assert found["cut_without_descriptors"] == 50
     assert found["new_connections_after"] == found["answered_on_new_connections"] == 50
     assert found["defects"] == 0
+    assert found["told_of"] >= 1, "that clients are cut was not told"
     # One line for each of many connections would fill a disk.
     assert found["log_bytes"] < 4000

@@ -145,13 +145,16 @@ def test_a_refusal_is_excused_only_by_its_rule(
 
 
 def test_memory_that_grows_on_is_told() -> None:
-    def leaks(sizes: list[int]) -> str | None:
+    def leaks(sizes: list[int], every: float = 10.0) -> str | None:
         watch = Watch(SimpleNamespace())  # type: ignore[arg-type]
-        watch.memory = [(float(at), size) for at, size in enumerate(sizes)]
+        watch.memory = [(at * every, size) for at, size in enumerate(sizes)]
         return watch.leaks()
 
     mib = 2**20
     assert leaks([50 * mib] * 100) is None
     assert leaks([(30 + min(at, 20)) * mib for at in range(100)]) is None
-    told = leaks([(50 + at) * mib for at in range(100)])
+    told = leaks([(50 + at // 4) * mib for at in range(100)])
     assert told is not None and "grew" in told
+    # In its first minutes what has a bound is filled.
+    assert leaks([(50 + at // 4) * mib for at in range(100)], every=0.5) is None
+    assert leaks([(50 + at) * mib for at in range(100)], every=0.5) is not None
