@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from gateway.asks import Ask
 from gateway.dialects import Usage
 from gateway.errors import BadRequest, Fault, NoWorker, Overloaded
-from policies.admission import GENERATED, Bounds, Held, Priority, Queue, Shed, Waiting, full
+from policies.admission import GENERATED, Bounds, Held, Priority, Queue, Shed, Waiting, full, taken
 from policies.base import Choice, Fleet as View, Target as Seen
 from policies.cost import EXPECTED_OUTPUT
 
@@ -298,8 +298,7 @@ class Admission:
         priority = self.options.priorities[waiting.level].name
         self.gateway.metrics.queue_seconds.observe((priority,), now - waiting.arrived)
         ask = exchange.ask
-        # A policy that prices prompts prices waiting for them; any other would take a full target for a free one.
-        exchange.leave(now, () if ask.policy.needs_prefix else full_ones - {ask.request.home})
+        exchange.leave(now, self._shut(ask, full_ones))
         if exchange.charge is None:
             return None
         expected = self.expected(waiting.tenant)
@@ -308,6 +307,14 @@ class Admission:
         choice = exchange.choice
         assert choice is not None
         return choice.prefill or choice.target
+
+    def _shut(self, ask: Ask, full_ones: set[int | None]) -> set[int | None]:
+        """Which of ``full_ones`` are not to be chosen. A policy that prices prompts prices waiting for them, but not waiting
+        for a place in a batch; any other would take a full target for a free one."""
+        if not ask.policy.needs_prefix:
+            return full_ones - {ask.request.home}
+        targets = self.gateway.fleet.targets
+        return {each for each in full_ones if each is not None and each in targets and taken(targets[each])}
 
     def _turn_away(self, waiting: Waiting, shed: Shed, now: float) -> None:
         exchange = _exchange(waiting)

@@ -409,6 +409,11 @@ class Metrics:
             "What the gateway left out because it was short of time or memory itself: doctor, request (refused).",
             ("what",),
         )
+        self.descriptors_short = Counter(
+            "warmroute_descriptors_short",
+            "Looks, two a second, that found no file descriptor left: new connections are cut.",
+        )
+        self.descriptors_short.cell()
         self.limited = Counter(
             "warmroute_tenant_limited", "Requests over what their tenant is granted, by what.", ("tenant", "limit")
         )

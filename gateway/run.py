@@ -17,6 +17,7 @@ from gateway.app import Gateway
 from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Problem
+from gateway.descriptors import Descriptors
 from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
@@ -128,6 +129,7 @@ class Running:
             pressure=Pressure(make_pressure(config)),
         )
         self.pulse = Pulse()
+        self.descriptors = Descriptors(lambda: self.metrics.descriptors_short.add())
         health = config.health
         self.health = None if health is None else Health(self.pulse, health.host, health.port, health.stalled)
         self.probe = Probe(
@@ -347,6 +349,7 @@ class Running:
             self.metrics.lag.observe((), max(0.0, now - expected))
             expected = now + TICK
             try:
+                self.descriptors.look(now)
                 self.gateway.sweep()
                 self.moving.sweep(now)
                 self.reloading.listed.sweep(now)

@@ -48,6 +48,12 @@ KNOWN = 10_000
 """Tenants that do not wait and whose counter is remembered."""
 
 
+def taken(target: Target) -> bool:
+    """Whether it runs as many of ours and of others as it can."""
+    most = target.most_running
+    return most is not None and target.running > 0 and target.running + target.foreign >= most
+
+
 def full(target: Target, ahead: float, now: float) -> bool:
     """Whether a request that is sent to ``target`` now would only wait there: it runs as many as it can, or has more than
     ``ahead`` seconds of prefill in front. One that has nothing of ours is never full.
@@ -58,8 +64,7 @@ def full(target: Target, ahead: float, now: float) -> bool:
     running = target.running
     if not running:
         return False
-    most = target.most_running
-    if most is not None and running + target.foreign >= most:
+    if taken(target):
         return True
     wait, ahead = target.waits(now), ahead / target.haste
     return wait > ahead and wait - (running + target.foreign - target.busy) * target.rates.base > ahead

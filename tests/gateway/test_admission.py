@@ -159,6 +159,33 @@ async def test_its_target_is_chosen_when_it_leaves(gateway: Begin, held: Any) ->
     assert busy.asked == ["a"]
 
 
+async def test_what_leaves_goes_to_who_has_a_place_not_to_who_holds_its_prompt(gateway: Begin, held: Any) -> None:
+    one, two = await held(), await held()
+    running = await gateway(one.config, two.config, policy="cache_aware")
+    asked = Asked(running)
+
+    async def send(name: str, text: str) -> None:
+        await asked.send(name, f"x-session-id: {name}", messages=[{"role": "user", "content": text}])
+
+    await send("first", LONG)
+    await until(lambda: len(one.asked) + len(two.asked) == 1)
+    holds, other = (one, two) if one.asked else (two, one)
+    holds.let()
+    assert await asked.status("first") == 200
+    await send("second", LONG)
+    await until(lambda: holds.asked == ["first", "second"])
+    await send("else", "something else")
+    await until(lambda: other.asked == ["else"])
+    await send("third", LONG)
+    assert asked.waiting == 1
+    other.let()
+    await until(lambda: other.asked == ["else", "third"])
+    assert holds.asked == ["first", "second"]
+    holds.let()
+    other.let()
+    await settled(running)
+
+
 async def test_a_client_that_leaves_leaves_the_queue(gateway: Begin, held: Any) -> None:
     worker = await held()
     running = await gateway(worker.config)
