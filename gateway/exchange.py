@@ -196,8 +196,8 @@ class Exchange:
         """What it waits for: a worker of its model."""
         self.meter: Meter | None = None
         """Of its tenant, where it counts as running."""
-        self.metered: tuple[int, int] | None = None
-        """Prompt tokens and tokens to compute that its tenant was counted for it, where it has a limit."""
+        self.metered: tuple[int, int, float] | None = None
+        """Prompt tokens and tokens to compute that its tenant was counted for it, where it has a limit, and when."""
         self.until = inf
         """When the time that its client gave is over."""
         client.owner = self
