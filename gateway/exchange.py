@@ -264,6 +264,8 @@ class Exchange:
         gateway, ask = self.gateway, self.ask
         handed, self.handed = self.handed, None
         choice = gateway.routing.pinned(ask, self.tried, now)
+        if choice is not None and self.route.generates and not self.admitted:
+            return None if gateway.admission.holds(self, choice, now, bound=True) else (choice, handed)
         if handed is not None:
             choice = choice or gateway.routing.other(ask, handed.prefill, self.tried, now)
         if choice is not None:
@@ -935,7 +937,7 @@ class Exchange:
         self.ask.over = never
         self.gateway.exchanges.discard(self)
         if self.waits is not None:
-            self.gateway.admission.gone(self.waits, self.ask)
+            self.gateway.admission.gone(self.waits)
             self.waits = None
         if self.meter is not None:
             self.meter.running -= 1
