@@ -88,6 +88,9 @@ class Accounts:
         gateway = self.gateway
         ask, target = exchange.ask, exchange.target
         seconds = gateway.clock() - exchange.started
+        legs = exchange.legs
+        if legs is not None:
+            usage = gateway.pairs.usage(legs, usage)
         opened = exchange.reading.opened
         if isinstance(opened, Opened) and not exchange.settles:
             assert gateway.opened is not None
@@ -111,10 +114,7 @@ class Accounts:
         if gateway.recorder is not None and exchange.noted is not None:
             gateway.recorder.ended(exchange, exchange.noted, outcome, usage, seconds)
         said = answered_ids(exchange.tail) if ask.returns and not exchange.events else None
-        legs = exchange.legs
-        computes = target
-        if legs is not None:
-            computes, usage = legs.prefill, gateway.pairs.usage(legs, usage)
+        computes = target if legs is None else legs.prefill
         gateway.routing.settle(ask, target, usage, gateway.clock(), said, computes)
         if ask.body is not None:
             self._examine(ask, exchange, usage)
@@ -139,18 +139,19 @@ class Accounts:
             if final is not None and final.strip().lower() in FINAL:
                 gateway.sessions.end(ask.session)
 
-    def _meter(self, exchange: Exchange, metered: tuple[int, int], usage: Usage | None) -> None:
+    def _meter(self, exchange: Exchange, metered: tuple[int, int, float], usage: Usage | None) -> None:
         """Put right what its tenant was counted for it."""
         meter, now = exchange.ask.tenant.meter, self.gateway.clock()
         if meter is None:
             return
-        prompt, computed = metered
+        prompt, computed, asked = metered
         if not exchange.attempts:
             # Nothing was done for it.
-            meter.corrects(-prompt, -computed, now)
+            meter.corrects(-prompt, -computed, asked, now)
+            meter.refused(exchange.started, now)
         elif usage is not None and usage.prompt is not None:
             cached = usage.cached if usage.cached is not None else exchange.ask.context
-            meter.corrects(usage.prompt - prompt, max(0, usage.prompt - cached) - computed, now)
+            meter.corrects(usage.prompt - prompt, max(0, usage.prompt - cached) - computed, asked, now)
 
     def _calibrate(self, exchange: Exchange, target: Target, usage: Usage | None) -> None:
         """Learn from a first event that nothing else delayed."""

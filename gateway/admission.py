@@ -3,24 +3,28 @@
 A request whose chosen target is not full goes on at once; so does one whose policy prefers a full target to free ones (a
 session that waits for its home: the policy has priced that). Only when everybody who could serve it is full, or others wait
 already, or its tenant has as many running as it may, it becomes one that waits. It is routed when it leaves, by what is true
-then. Who goes next, and who is turned away, is decided in `policies.admission`.
+then. Who goes next, and who is turned away, is decided in `policies.admission`; how queues that wait for the same targets take
+turns, in `gateway.rounds`. Who can be served by one target only (that of a stored response, or a home that drains with time)
+waits for that one and for nobody else.
 
 What leaves is looked for whenever an answer begins or ends, and every `PUMP` seconds, while anybody waits.
 """
 
 from __future__ import annotations
 
-import re
 from asyncio import TimerHandle
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
+from gateway import wishes
 from gateway.asks import Ask
 from gateway.dialects import Usage
-from gateway.errors import BadRequest, Fault, NoWorker, Overloaded
+from gateway.errors import Fault, NoWorker, Overloaded
+from gateway.rounds import LEAST, Round, computing, spare
 from policies.admission import GENERATED, Bounds, Held, Priority, Queue, Shed, Waiting, full, taken
-from policies.base import Choice, Fleet as View, Target as Seen
+from policies.base import Choice, Target as Seen
 from policies.cost import EXPECTED_OUTPUT
 
 if TYPE_CHECKING:
@@ -35,10 +39,6 @@ LEARNED = 0.05
 """Weight of one answer in what a tenant's answers are expected to be."""
 TENANTS = 10_000
 """Of which that is remembered."""
-LONGEST = 86_400.0
-"""Seconds that a client may give."""
-_TIMEOUT = re.compile(rb"([0-9]{1,9}(?:\.[0-9]{1,6})?)(ms|s|m|h)?")
-_UNITS = {b"ms": 1e-3, b"s": 1.0, b"m": 60.0, b"h": 3600.0, None: 1.0}
 
 WORDS = {
     "queue_full": "too many requests wait already",
@@ -71,8 +71,11 @@ class Admission:
         self.options = options
         self.levels = {priority.name: place for place, priority in enumerate(options.priorities)}
         self.held = Held()
-        self.queues: dict[str, Queue] = {}
-        """Model -> those that wait for it; as many as there are models."""
+        self.queues: dict[str | None, Queue] = {}
+        """Model -> those that wait for it; as many as models are listed. See `_name`."""
+        self._passed = 0.0
+        """Of the queue that had its turn last."""
+        self._pumps = False
         self._output: dict[str, float] = {}
         """Tenant -> tokens that its answers are expected to have."""
         self._timer: TimerHandle | None = None
@@ -95,60 +98,51 @@ class Admission:
         named = exchange.incoming.named
         if b"x-warmroute-priority" in named:
             self.level(exchange)
-        told = named.get(b"x-request-timeout")
-        if told is None:
-            return inf
-        found = _TIMEOUT.fullmatch(told.strip())
-        seconds = float(found[1]) * _UNITS[found[2]] if found is not None else 0.0
-        if not 0 < seconds <= LONGEST:
-            raise BadRequest(
-                f"x-request-timeout must be seconds above 0, at most {LONGEST:.0f}, like 30, 2.5s or 500ms",
-                param="x-request-timeout",
-            )
-        return now + seconds
+        return wishes.until(named, now)
 
     def level(self, exchange: Exchange) -> int:
-        """Place of its priority: its tenant's, or a lower one that it names itself. Raises `BadRequest`."""
+        """Place of its priority. Raises `BadRequest`."""
         place = self.levels.get(exchange.ask.tenant.priority or "", 0)
-        told = exchange.incoming.named.get(b"x-warmroute-priority")
-        if told is None:
-            return place
-        named = self.levels.get(told.decode("latin-1"))
-        if named is None:
-            raise BadRequest(
-                f"x-warmroute-priority must be one of {', '.join(self.levels)}", param="x-warmroute-priority"
-            )
-        return max(place, named)
+        return wishes.level(exchange.incoming.named, place, self.levels)
 
-    def holds(self, exchange: Exchange, choice: Choice, now: float) -> bool:
-        """Whether it has to wait, and does so now. Raises `Overloaded` if it is turned away."""
-        meter = exchange.ask.tenant.meter
+    def holds(self, exchange: Exchange, choice: Choice, now: float, *, bound: bool = False) -> bool:
+        """Whether it has to wait, and does so now. ``bound``: nobody else can serve it. Raises `Overloaded` if it is turned
+        away."""
+        meter, ask = exchange.ask.tenant.meter, exchange.ask
         free = meter is None or meter.free
         if free and not self.held.requests and not self._full(choice, now):
             return False
-        name = _name(exchange.ask)
+        name = self._name(ask)
         queue = self.queues.get(name)
-        if free and not (queue is not None and len(queue)):
-            view = self.gateway.fleet.view(name or None)
-            if view is None or self._free(view, now):
+        view = self.gateway.fleet.view(name)
+        target = choice.prefill or choice.target
+        # It drains with time: who belongs to it goes nowhere else either.
+        bound = bound or view is None or all(target is not each for each in computing(view))
+        soon = False
+        if free and bound:
+            if not self._full(choice, now) and (queue is None or target.id not in queue.homes()):
                 return False
-        self._wait(exchange, _computed(exchange.ask, choice), now, inf)
-        return True
-
-    def caps(self, exchange: Exchange, choice: Choice, now: float) -> bool:
-        """Whether one that can go to ``choice`` only has to wait because its tenant has as many running as it may, and does so
-        now. Raises `Overloaded`."""
-        meter = exchange.ask.tenant.meter
-        if meter is None or meter.free:
-            return False
-        self._wait(exchange, _computed(exchange.ask, choice), now, inf)
+        elif free and view is not None:
+            if queue is not None and len(queue) and spare(view, self.options.ahead, now):
+                # Who waits and can go has gone before it: the others wait for their homes, or for what their tenants may.
+                self.pump()
+            soon = bool(spare(view, self.options.ahead, now))
+            if soon and (queue is None or not len(queue) or not self._full(choice, now)):
+                return False
+        held = ask.request.holdings.get(target.id, 0)
+        home = target.id if bound else self._home(ask)
+        self._wait(exchange, name, (ask.request.tokens or 0) - held, now, home=home, bound=bound, soon=soon)
         return True
 
     def awaits(self, exchange: Exchange, fault: NoWorker, now: float) -> bool:
         """Nobody can serve it now: whether it waits for somebody who will. Raises `Overloaded`."""
         if self.options.hold <= 0 or not self._hopes(exchange):
             return False
-        self._wait(exchange, exchange.ask.request.tokens or 0, now, now + self.options.hold)
+        ask = exchange.ask
+        # By its own name, listed or not: that of a worker which is still to come.
+        name = _model(ask)
+        until = now + self.options.hold
+        self._wait(exchange, name, ask.request.tokens or 0, now, until, home=self._home(ask))
         exchange.lacks = fault
         return True
 
@@ -158,11 +152,20 @@ class Admission:
         fleet = self.gateway.fleet
         return any(fleet.serves(worker, None if model is None else model.name) for worker in fleet.workers.values())
 
-    def _wait(self, exchange: Exchange, computed: float, now: float, until: float) -> None:
+    def _wait(
+        self,
+        exchange: Exchange,
+        name: str | None,
+        computed: float,
+        now: float,
+        until: float = inf,
+        *,
+        home: int | None,
+        bound: bool = False,
+        soon: bool = False,
+    ) -> None:
         tenant = exchange.ask.tenant
         level = self.level(exchange)
-        priority = self.options.priorities[level]
-        deadline = min(now + priority.deadline, exchange.until, until)
         waiting = Waiting(
             tenant.name,
             level,
@@ -170,16 +173,18 @@ class Admission:
             self.expected(tenant.name),
             len(exchange.body),
             now,
-            deadline,
+            min(now + self.options.priorities[level].deadline, exchange.until, until),
             exchange,
-            home=self._home(exchange.ask),
+            home=home,
+            bound=bound,
             weight=tenant.weight,
         )
-        name = _name(exchange.ask)
         queue = self.queues.get(name)
         if queue is None:
             queue = self.queues[name] = Queue(self.options.priorities, self.options.bounds, self.held)
-        shed, displaced = queue.offer(waiting, now)
+        if not len(queue):
+            queue.passed = max(queue.passed, self._passed)
+        shed, displaced = queue.offer(waiting, now, soon=soon)
         for each in displaced:
             self._turn_away(each, Shed("displaced", 1.0), now)
         if shed is not None:
@@ -188,6 +193,14 @@ class Admission:
         self._watch()
         # It may belong to a target that is free.
         self.wake()
+
+    def _name(self, ask: Ask) -> str | None:
+        """Of its queue: its model's, or one for all that nobody lists, of which clients can make up as many as they like;
+        ``None``: any model will do."""
+        if ask.model is None:
+            return None
+        name = ask.model.name
+        return name if self.gateway.fleet.lists(name) else ""
 
     def _home(self, ask: Ask) -> int | None:
         """Who is to compute its prompt, if it belongs to anybody."""
@@ -203,14 +216,6 @@ class Admission:
     def _full(self, choice: Choice, now: float) -> bool:
         ahead = self.options.ahead
         return full(choice.target, ahead, now) or (choice.prefill is not None and full(choice.prefill, ahead, now))
-
-    def _free(self, view: View, now: float) -> list[Seen]:
-        """Targets that can take a prompt now; none where those that would go on from it are all full."""
-        ahead = self.options.ahead
-        free = [target for target in view.targets if not full(target, ahead, now)]
-        if view.prefill is None or not free:
-            return free
-        return [target for target in view.prefill.targets if not full(target, ahead, now)]
 
     # -- leaving ----------------------------------------------------------------------------------------------------
 
@@ -234,54 +239,69 @@ class Admission:
 
     def pump(self) -> None:
         """Send what can be sent, turn away what waited for too long."""
+        if self._pumps:
+            # What an answer of ours let a client ask next.
+            return
+        self._pumps = True
         try:
-            now = self.gateway.clock()
-            for name, queue in list(self.queues.items()):
-                if len(queue):
-                    for waiting, shed in queue.expired(now):
-                        self._turn_away(waiting, shed, now)
-                    self._send(name, queue, now)
+            self._pump(self.gateway.clock())
         except Exception:
             self.gateway.defect("sending what waits")
+        finally:
+            self._pumps = False
         if self.held.requests:
             self._watch()
 
-    def _send(self, name: str, queue: Queue, now: float) -> None:
-        view = self.gateway.fleet.view(name or None)
-        if view is None:
-            return
-        free = {target.id: target for target in self._free(view, now)}
-
-        def score(waiting: Waiting) -> float:
-            holdings = _exchange(waiting).ask.request.holdings
-            return max([holdings.get(target, 0) for target in free], default=0)
-
-        def moves(waiting: Waiting, ahead: float) -> bool:
-            return self._moves(waiting, ahead, now)
-
-        known = (view.prefill or view).positions
-        busy: set[int | None] = {target for target in known if target not in free}
+    def _pump(self, now: float) -> None:
+        fleet, ahead = self.gateway.fleet, self.options.ahead
+        rounds = []
+        for name, queue in list(self.queues.items()):
+            for waiting, shed in queue.expired(now):
+                self._turn_away(waiting, shed, now)
+            if len(queue):
+                rounds.append(Round(queue, fleet, fleet.view(name), ahead, now))
+            elif name and not fleet.lists(name):
+                del self.queues[name]
         for _ in range(BATCH):
-            waiting = queue.take(now, free, known, may=self._may, score=score, moves=moves)
-            if waiting is None:
+            if not rounds:
                 return
-            target = self._go(queue, waiting, busy, now)
-            if target is not None and full(target, self.options.ahead, now):
-                free.pop(target.id, None)
-                busy.add(target.id)
+            turn = min(rounds, key=_passed)
+            try:
+                found = turn.next(self._may, self._moves, _held)
+                if found is not None:
+                    self._sent(turn, found, rounds, now)
+                    continue
+            except Exception:
+                self.gateway.defect("sending what waits")
+            rounds.remove(turn)
 
-    def _moves(self, waiting: Waiting, ahead: float, now: float) -> bool:
+    def _sent(self, turn: Round, waiting: Waiting, rounds: list[Round], now: float) -> None:
+        """It leaves, and others may find its target full."""
+        self._passed = max(self._passed, turn.queue.passed)
+        target = self._go(turn.queue, waiting, turn.busy, now)
+        if target is None:
+            return
+        share = max(LEAST, self.options.priorities[waiting.level].share) if waiting.level else 1.0
+        turn.queue.passed += waiting.tokens / share
+        for each in rounds:
+            each.sent(target)
+
+    def _moves(self, waiting: Waiting, ahead: float) -> bool:
         """Whether its policy would have it leave its home, where so many tokens wait to be computed before it."""
-        exchange = _exchange(waiting)
+        exchange, now = _exchange(waiting), self.gateway.clock()
         ask, routing = exchange.ask, self.gateway.routing
         home = self.gateway.fleet.targets.get(waiting.home if waiting.home is not None else -1)
         if home is None:
             return True
-        routing.renew(ask, now)
-        ask.request.queued = home.rates.prefill(ahead, 0)
         try:
+            routing.renew(ask, now)
+            ask.request.queued = home.rates.prefill(ahead, 0)
             choice = routing.choose(ask, exchange.tried, now)
         except Fault:
+            return True
+        except Exception:
+            # It fails by itself, and not all that waits with it.
+            self.gateway.defect("asking whether a request waits for its home")
             return True
         if (choice.prefill or choice.target) is home:
             ask.request.queued = 0.0
@@ -319,7 +339,7 @@ class Admission:
     def _turn_away(self, waiting: Waiting, shed: Shed, now: float) -> None:
         exchange = _exchange(waiting)
         lacks = exchange.lacks
-        if lacks is None and shed.reason == "deadline" and self.gateway.fleet.view(_name(exchange.ask) or None) is None:
+        if lacks is None and shed.reason == "deadline" and self.gateway.fleet.view(_model(exchange.ask)) is None:
             lacks = NoWorker("no worker came in time", retry_after=5)
         fault: Fault
         if lacks is None:
@@ -336,11 +356,10 @@ class Admission:
     def _count(self, tenant: str, level: int, reason: str) -> None:
         self.gateway.metrics.queue_shed.add((tenant, self.options.priorities[level].name, reason))
 
-    def gone(self, waiting: Waiting, ask: Ask) -> None:
+    def gone(self, waiting: Waiting) -> None:
         """Its client left."""
-        queue = self.queues.get(_name(ask))
-        if queue is not None:
-            queue.leave(waiting, self.gateway.clock())
+        if waiting.queue is not None:
+            waiting.queue.leave(waiting, self.gateway.clock())
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -371,14 +390,17 @@ class Admission:
                 _exchange(waiting).turned_away(NoWorker("the gateway shuts down", retry_after=1))
 
 
-def _name(ask: Ask) -> str:
-    """Of its queue."""
-    return "" if ask.model is None else ask.model.name
+def _model(ask: Ask) -> str | None:
+    return None if ask.model is None else ask.model.name
 
 
-def _computed(ask: Ask, choice: Choice) -> float:
-    """Prompt tokens that would be computed where it would go now."""
-    return (ask.request.tokens or 0) - ask.request.holdings.get((choice.prefill or choice.target).id, 0)
+def _passed(turn: Round) -> float:
+    return turn.queue.passed
+
+
+def _held(waiting: Waiting, targets: Collection[int]) -> float:
+    holdings = _exchange(waiting).ask.request.holdings
+    return max([holdings.get(target, 0) for target in targets], default=0)
 
 
 def _exchange(waiting: Waiting) -> Exchange:

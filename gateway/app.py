@@ -355,19 +355,24 @@ class Gateway:
         if self.fleet.staged and route.generates and not reading.opaque:
             ask.takes = self.pairs.takes(route.kind, incoming.body)
         ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
-        metered = None if tenant.meter is None else self._metered(tenant.meter, ask, incoming)
+        metered = None if tenant.meter is None else self._metered(tenant.meter, ask, incoming, started)
         exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
         exchange.metered = metered
         exchange.start()
 
-    def _metered(self, meter: Meter, ask: Ask, incoming: Incoming) -> tuple[int, int]:
+    def _metered(self, meter: Meter, ask: Ask, incoming: Incoming, started: float) -> tuple[int, int, float]:
         """Count its tokens, as far as they are known, as its tenant's. Raises `RateLimited`."""
         tokens = ask.request.tokens
         if tokens is None:
             tokens = int(len(incoming.body) / BYTES_PER_TOKEN)
         computed = max(0, tokens - max(ask.request.holdings.values(), default=0))
-        meter.asks(tokens, computed, self.clock())
-        return tokens, computed
+        now = self.clock()
+        try:
+            meter.asks(tokens, computed, now)
+        except RateLimited:
+            meter.refused(started, now)
+            raise
+        return tokens, computed, now
 
     # -- token ids --------------------------------------------------------------------------------------------------
 

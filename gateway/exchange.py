@@ -196,8 +196,8 @@ class Exchange:
         """What it waits for: a worker of its model."""
         self.meter: Meter | None = None
         """Of its tenant, where it counts as running."""
-        self.metered: tuple[int, int] | None = None
-        """Prompt tokens and tokens to compute that its tenant was counted for it, where it has a limit."""
+        self.metered: tuple[int, int, float] | None = None
+        """Prompt tokens and tokens to compute that its tenant was counted for it, where it has a limit, and when."""
         self.until = inf
         """When the time that its client gave is over."""
         client.owner = self
@@ -266,11 +266,11 @@ class Exchange:
         gateway, ask = self.gateway, self.ask
         handed, self.handed = self.handed, None
         choice = gateway.routing.pinned(ask, self.tried, now)
+        if choice is not None and self.route.generates and not self.admitted:
+            return None if gateway.admission.holds(self, choice, now, bound=True) else (choice, handed)
         if handed is not None:
             choice = choice or gateway.routing.other(ask, handed.prefill, self.tried, now)
         if choice is not None:
-            if not self.admitted and gateway.admission.caps(self, choice, now):
-                return None
             return choice, handed
         try:
             tried = self.tried if not full else {*self.tried, *[each for each in full if each is not None]}
@@ -943,7 +943,7 @@ class Exchange:
         self.ask.over = never
         self.gateway.exchanges.discard(self)
         if self.waits is not None:
-            self.gateway.admission.gone(self.waits, self.ask)
+            self.gateway.admission.gone(self.waits)
             self.waits = None
         if self.meter is not None:
             self.meter.running -= 1

@@ -292,6 +292,10 @@ class Fleet:
         """Whether it lists ``model``, or lists nothing and takes any; ``None``: any will do."""
         return _serves(worker, model)
 
+    def lists(self, model: str) -> bool:
+        """Whether some worker lists ``model``, whatever its state."""
+        return model in self._listed
+
     def serving(self, model: str) -> list[Worker]:
         """Workers that list ``model``, whatever their state."""
         return [worker for worker in self.workers.values() if _serves(worker, model)]

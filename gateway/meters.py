@@ -1,9 +1,10 @@
 """What tenants use, against what they are granted: requests, prompt tokens and computed tokens in any minute, and how many at
 once.
 
-A minute slides: it is sixty seconds that are counted one by one, so that in no minute more is granted than the limit, and how
-long to wait is known to the second. Tokens are counted as estimated when a request comes and put right by what its engine
-reports. Counts belong to a tenant's name, not to its configuration: they outlive a change of that.
+A minute slides: its seconds are counted one by one, so that in no minute more is granted than the limit, and how long to wait
+is known to the second. Tokens are counted as estimated when a request comes and put right by what its engine reports, in the
+second in which they were counted: what is taken back elsewhere would be granted twice once that second is over. Counts belong
+to a tenant's name, not to its configuration: they outlive a change of that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from gateway.errors import RateLimited
 
-SECONDS = 60
+SECONDS = 61
+"""That are counted: a minute, and what of the second in which it began was before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Limits:
 
 
 class Minute:
-    """A sum over the last sixty seconds."""
+    """A sum over the last sixty seconds, and less than one more."""
 
     __slots__ = ("_last", "_slots", "total")
 
@@ -50,10 +52,20 @@ class Minute:
         self._last = second
 
     def add(self, amount: float, now: float) -> None:
-        """Count ``amount``, which may be less than nothing to put a count right."""
+        """Count ``amount``."""
         self._slide(now)
-        at = self._last % SECONDS
-        amount = max(amount, -self.total)
+        self._slots[self._last % SECONDS] += amount
+        self.total += amount
+
+    def correct(self, amount: float, counted: float, now: float) -> None:
+        """What was counted at ``counted`` was so much too little, or, below nothing, too much."""
+        self._slide(now)
+        second = min(int(counted), self._last)
+        if self._last - second >= SECONDS:
+            # It does not count any more.
+            return
+        at = second % SECONDS
+        amount = max(amount, -self._slots[at])
         self._slots[at] += amount
         self.total += amount
 
@@ -112,12 +124,17 @@ class Meter:
         if limits.prompt_tokens_per_minute is not None:
             self.prompt.add(tokens, now)
 
-    def corrects(self, tokens: int, computed: int, now: float) -> None:
-        """There were so many more, or fewer, than `asks` was told."""
+    def corrects(self, tokens: int, computed: int, asked: float, now: float) -> None:
+        """There were so many more, or fewer, than `asks` was told at ``asked``."""
         if self.limits.prompt_tokens_per_minute is not None:
-            self.prompt.add(tokens, now)
+            self.prompt.correct(tokens, asked, now)
         if self.limits.computed_tokens_per_minute is not None:
-            self.computed.add(computed, now)
+            self.computed.correct(computed, asked, now)
+
+    def refused(self, came: float, now: float) -> None:
+        """A request that came then was refused before anything was done for it."""
+        if self.limits.requests_per_minute is not None:
+            self.requests.correct(-1, came, now)
 
     def _check(self, minute: Minute, amount: float, limit: float, what: str, now: float) -> None:
         wait = minute.wait(amount, limit, now)

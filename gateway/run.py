@@ -241,12 +241,12 @@ class Running:
         deadline = gateway.clock() + config.drain_limit
         while (gateway.exchanges or gateway.preparing) and gateway.clock() < deadline:
             await asyncio.sleep(0.05)
+        gateway.admission.stop()
         for exchange in list(gateway.exchanges):
             exchange.client.abort()
             exchange.client_gone()
         for waiting in list(gateway.preparing):
             waiting.client.abort_with_owner()
-        gateway.admission.stop()
         if self.pool is not None:
             self.pool.close()
         if gateway.recorder is not None:

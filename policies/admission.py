@@ -108,6 +108,7 @@ class Waiting:
 
     __slots__ = (
         "arrived",
+        "bound",
         "computed",
         "deadline",
         "group",
@@ -115,6 +116,7 @@ class Waiting:
         "level",
         "line",
         "owner",
+        "queue",
         "size",
         "tenant",
         "tokens",
@@ -133,6 +135,7 @@ class Waiting:
         owner: object = None,
         *,
         home: int | None = None,
+        bound: bool = False,
         weight: float = 1.0,
     ) -> None:
         self.tenant = tenant
@@ -144,6 +147,8 @@ class Waiting:
         """What it will be charged."""
         self.home = home
         """target id of whom it belongs to; ``None``: nobody."""
+        self.bound = bound
+        """Nobody else can serve it."""
         self.size = size
         """Bytes that it keeps in memory."""
         self.arrived = arrived
@@ -151,6 +156,7 @@ class Waiting:
         self.owner = owner
         self.weight = weight
         """Of its tenant: how many times as much as another's it may have."""
+        self.queue: Queue | None = None
         self.line: Line | None = None
         self.group: Group | None = None
         """Where it waits."""
@@ -228,16 +234,18 @@ def _arrival(waiting: Waiting) -> float:
     return waiting.arrived
 
 
-def _ready(line: Line, free: Collection[int], known: Collection[int], looks: int) -> list[Waiting]:
+def _ready(
+    line: Line, free: Collection[int], apart: Collection[int], known: Collection[int], looks: int
+) -> list[Waiting]:
     """Those of ``line`` that can go now, some of each group."""
     looks = max(1, looks)
     ready: list[Waiting] = []
     for home, group in line.groups.items():
         if len(ready) >= looks:
             break
-        if home in free:
+        if home in free or home in apart:
             ready.append(next(iter(group.waiting)))
-        elif home is None or home not in known:
+        elif free and (home is None or home not in known):
             ready.extend(islice(group.waiting, looks))
     return ready
 
@@ -292,6 +300,8 @@ class Queue:
         self.bounds = bounds or Bounds()
         self.held = held or Held()
         self.quantum = quantum
+        self.passed = 0.0
+        """Tokens that it sent, for whoever lets queues take turns."""
         self._ahead: dict[int, float] = {}
         """target id -> tokens to compute of those that wait for it."""
         self._due: list[tuple[float, int, Waiting]] = []
@@ -303,8 +313,9 @@ class Queue:
 
     # -- coming and leaving -----------------------------------------------------------------------------------------
 
-    def offer(self, waiting: Waiting, now: float) -> tuple[Shed | None, list[Waiting]]:
-        """Have it wait: why it may not, and who had to leave for it."""
+    def offer(self, waiting: Waiting, now: float, *, soon: bool = False) -> tuple[Shed | None, list[Waiting]]:
+        """Have it wait: why it may not, and who had to leave for it. ``soon``: some target is free for it, so that the pace
+        of those that wait for something else says nothing of it."""
         level = self.levels[waiting.level]
         if not len(self) and now - self._emptied > FORGIVEN:
             for each in self.levels:
@@ -313,7 +324,7 @@ class Queue:
         self._advance(level, line, now)
         wait = self._wait(level, line, waiting)
         patience = PRUDENCE * (waiting.deadline - now)
-        if wait is not None and wait > patience:
+        if wait is not None and wait > patience and not soon:
             return Shed("too_long", max(1.0, wait - patience)), []
         displaced: list[Waiting] = []
         reason = self._lacks(level, waiting)
@@ -334,7 +345,7 @@ class Queue:
         group.waiting[waiting] = None
         line.requests += 1
         line.tokens += waiting.tokens
-        waiting.line, waiting.group = line, group
+        waiting.queue, waiting.line, waiting.group = self, line, group
         if waiting.home is not None:
             self._ahead[waiting.home] = self._ahead.get(waiting.home, 0.0) + waiting.computed
         level.requests += 1
@@ -394,6 +405,10 @@ class Queue:
         if line is not None:
             line.pace.advance(now, True)
 
+    def homes(self) -> list[int]:
+        """Whom somebody waits for, or did of late."""
+        return list(self._ahead)
+
     def all(self) -> list[Waiting]:
         """Everybody that waits."""
         groups = [group for level in self.levels for line in level.lines.values() for group in line.groups.values()]
@@ -407,6 +422,7 @@ class Queue:
         free: Collection[int] = (),
         known: Collection[int] = (),
         *,
+        apart: Collection[int] = (),
         may: Callable[[str], bool] = anyone,
         score: Callable[[Waiting], float] = alike,
         moves: Callable[[Waiting, float], bool] = never,
@@ -414,16 +430,16 @@ class Queue:
         """The next one, which does not wait any more; ``None`` if nobody is there that may go. `charge` is to follow.
 
         ``free``: ids of targets that can take a request, ``known``: of all that may be used: who belongs to another waits for
-        nobody. ``may`` says of a tenant whether it may have one more running, ``score`` how many tokens of a prompt need not
-        be computed on the targets that are free, ``moves`` whether a request leaves its home rather than wait there for so
-        many tokens.
+        nobody. ``apart``: ids of further ones, which take only requests that belong to them. ``may`` says of a tenant
+        whether it may have one more running, ``score`` how many tokens of a prompt need not be computed on the targets that
+        are free, ``moves`` whether a request leaves its home rather than wait there for so many tokens.
         """
-        if not free:
+        if not free and not apart:
             return None
         able = []
         for level in self.levels:
             lines = [line for line in level.lines.values() if may(line.tenant)]
-            found = {line: ready for line in lines if (ready := _ready(line, free, known, LOOKS // len(lines)))}
+            found = {line: ready for line in lines if (ready := _ready(line, free, apart, known, LOOKS // len(lines)))}
             if found:
                 able.append((level, found))
         if able:
@@ -433,7 +449,7 @@ class Queue:
             # Those that were not looked at come first next time.
             level.lines[chosen.tenant] = level.lines.pop(chosen.tenant)
         else:
-            mover = self._mover(may)
+            mover = self._mover(may) if free else None
             if mover is None or not moves(mover, self.ahead_of(mover)):
                 return None
             chosen = mover
@@ -471,8 +487,9 @@ class Queue:
             for line in level.lines.values()
             if home in line.groups and may(line.tenant)
         ]
-        last = [next(reversed(group.waiting)) for group in groups]
-        return max(last, key=lambda each: (each.level, each.arrived), default=None)
+        last = [next((each for each in reversed(group.waiting) if not each.bound), None) for group in groups]
+        able = [each for each in last if each is not None]
+        return max(able, key=lambda each: (each.level, each.arrived), default=None)
 
     def charge(self, waiting: Waiting, computed: float, generated: float, now: float) -> None:
         """``waiting`` left the queue, and so many tokens will be computed and generated for it."""
