@@ -82,7 +82,7 @@ class Access:
 
     def _check(self, request: web.Request) -> None:
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
-        other = origin is not None and urlsplit(origin).netloc != request.host
+        other = origin is not None and _authority(origin) != request.host
         if other or site not in (None, "none", "same-origin"):
             raise web.HTTPForbidden(reason="requests of other sites are refused")
         if not self.running.config.admin.token and not _local(request.host):
@@ -109,8 +109,18 @@ class Access:
             self._guesses.failed(address, b"")
 
 
+def _authority(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
 def _local(host: str) -> bool:
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
     try:
         ip_address(name)
     except ValueError:

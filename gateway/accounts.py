@@ -210,7 +210,8 @@ class Accounts:
         """Its answer begins, and its body would go: what is kept of it."""
         gateway, ask = self.gateway, exchange.ask
         if gateway.pressure.rung:
-            gateway.metrics.pressure_skipped.add(("doctor",))
+            if gateway.doctor is not None:
+                gateway.metrics.pressure_skipped.add(("doctor",))
             return
         if ask.new_session and ask.prompt is not None and gateway.roots is not None and exchange.status < 300:
             incoming = exchange.incoming

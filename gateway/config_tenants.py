@@ -14,6 +14,8 @@ from gateway.credentials import SALTS, BadKey, Keyring, parse, read_keys
 if TYPE_CHECKING:
     from gateway.config import JWT, Config, TenantConfig
 
+ANONYMOUS = "anonymous"
+"""Name of whoever comes without a credential, where that is allowed."""
 ASYMMETRIC = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Algorithms by which tokens may be signed: those of public keys."""
 
@@ -48,6 +50,8 @@ def check_tenants(config: Config, wrong: Any) -> None:
         names.add(tenant.name)
         if not tenant.name:
             wrong(f"{key}.name", "a tenant needs a name")
+        if tenant.name == ANONYMOUS:
+            wrong(f"{key}.name", f"{ANONYMOUS!r} is who comes without a key: take another name")
         by_token = config.auth.jwt is not None and tenant.claims != []
         if not (tenant.keys or tenant.key_files or tenant.subjects or by_token):
             wrong(f"{key}.keys", f"tenant {tenant.name!r} has no key: nobody could ever be it")

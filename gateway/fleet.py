@@ -183,7 +183,7 @@ class Fleet:
             if cold:
                 self._begin(worker)
             for target in worker.targets:
-                target.breaker.succeeded()
+                target.breaker.reset()
         self.changed()
         if state is State.DOWN:
             now = self.clock()
@@ -261,13 +261,17 @@ class Fleet:
 
     def _make_view(self, model: str | None, tried: Iterable[int] = ()) -> View | None:
         now = self.clock()
-        able = [
+        ready = [
             target
             for worker in self.workers.values()
             if worker.state is State.READY and _serves(worker, model)
             for target in worker.targets
-            if target.breaker.allows(now) and target.id not in tried
+            if target.id not in tried
         ]
+        able = [target for target in ready if target.breaker.allows(now)]
+        if not able and len(ready) > 1:
+            # That all of several fail at once is more likely due to what they were asked: the next request may be another.
+            able = ready
         rests = [target for target in able if target.role is not Role.PREFILL]
         if len(rests) == len(able):
             return _staged(_awake(able, now), [])

@@ -19,7 +19,7 @@ from gateway.pressure import Pulse
 log = logging.getLogger("warmroute")
 
 MOST = 256
-"""Connections at one time; further ones are closed."""
+"""Connections at one time; for further ones the oldest are closed."""
 PATIENCE = 5.0
 """Seconds that a connection may take to say what it wants."""
 LONGEST = 8192
@@ -35,7 +35,8 @@ class Health:
         self.host = host
         self.port = port
         self.stalled = stalled
-        self.connections = 0
+        self.asking: dict[_Asker, None] = {}
+        """Connections, the oldest first."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._failed: OSError | None = None
@@ -98,14 +99,15 @@ class _Asker(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.health.connections += 1
-        if self.health.connections > MOST:
-            self.transport.abort()
-            return
+        asking = self.health.asking
+        if len(asking) >= MOST and (oldest := next(iter(asking)).transport) is not None:
+            # Whoever asks says so at once.
+            oldest.abort()
+        asking[self] = None
         self.timer = asyncio.get_running_loop().call_later(PATIENCE, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.health.connections -= 1
+        self.health.asking.pop(self, None)
         self.transport = None
         if self.timer is not None:
             self.timer.cancel()

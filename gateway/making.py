@@ -12,6 +12,7 @@ from gateway.app import Gateway
 from gateway.asks import Options
 from gateway.config import Config, ModelConfig, TenantConfig
 from gateway.config_reader import ConfigError, Problem
+from gateway.config_tenants import ANONYMOUS
 from gateway.credentials import BadKey, read_keys
 from gateway.doctor import Doctor
 from gateway.guesses import Guesses
@@ -23,7 +24,7 @@ from gateway.oidc import Tokens
 from gateway.pressure import Limits, allowed
 from gateway.prompt import Thinking
 from gateway.stores import FileStore, RedisStore, Store, Unsaved
-from gateway.tenants import ANONYMOUS, Known, Tenant, Tenants
+from gateway.tenants import Known, Tenant, Tenants
 from gateway.trials import Part, Policies
 from kv_index.checkpoints import Rule
 from policies.admission import Bounds, Priority

@@ -12,6 +12,7 @@ from gateway.http import wire
 from gateway.http.incoming import Incoming, shown
 from gateway.listing import models, models_body
 from gateway.naming import Found, clean
+from gateway.pressure import Rung
 from gateway.sessions import Session, keys_of
 from gateway.tenants import Tenant
 
@@ -40,9 +41,16 @@ class Own:
         gateway = self.gateway
         configured = sorted(gateway.options.configured)
         lacking = [name for name in configured if gateway.fleet.view(name) is None]
-        ready = not gateway.ending and not lacking and gateway.fleet.view(None) is not None
+        refuses = gateway.pressure.rung is Rung.ALL
+        ready = not gateway.ending and not refuses and not lacking and gateway.fleet.view(None) is not None
         reason = (
-            "shutting down" if gateway.ending else "no ready worker" if not lacking else "models without a ready worker"
+            "shutting down"
+            if gateway.ending
+            else "under pressure"
+            if refuses
+            else "no ready worker"
+            if not lacking
+            else "models without a ready worker"
         )
         return ready, {"ready": ready, **({} if ready else {"reason": reason, "models": lacking})}
 

@@ -7,8 +7,8 @@
 of all but the first priority are refused. `all`: every new request is. What runs already is served to its end on every rung.
 
 Short of time: the event loop wakes late, on average over a second. Short of memory: the process is larger than it may be. It
-climbs a rung for each second in which one of them is so, and comes down a rung for each `CALM` seconds in which neither is
-near.
+climbs a rung for each second in which one of them is so, and comes down a rung for each `CALM` seconds in which neither is.
+What was refused gives no memory back, so for want of that alone requests are refused only where the end is near (`LAST`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CALM = 5.0
 STALL = 2.5
 """Times the lag that is allowed, beyond which one wake counts as no later."""
 NEAR = 0.5
-"""Part of the lag that is allowed, and ..."""
-NEAR_MEMORY = 0.95
-"""... of the memory, below which it is calm."""
+"""Part of the lag that is allowed, below which it is calm."""
+LAST = 1.05
+"""Times the memory that is allowed, beyond which requests are refused too."""
 OF_MACHINE = 0.9
 """Of the memory that the process may have at most, if nothing else is said."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -82,26 +82,26 @@ class Pressure:
         # One long stall is over when it is seen: it is no reason to climb for seconds.
         self.lag += (1.0 - exp(-passed)) * (min(late, STALL * self.limits.lag) - self.lag)
         self.memory = memory if memory is not None else self.memory
-        why = self._short()
+        why, most = self._short()
         if why is not None:
-            if now - self._since >= CLIMB and self.rung < Rung.ALL:
+            if now - self._since >= CLIMB and self.rung < most:
                 self._step(1, why, now)
-        elif not self._calm():
+            elif self.rung > most and now - self._since >= CALM:
+                self._step(-1, why, now)
+        elif self.lag >= NEAR * self.limits.lag:
             # Neither up nor down; the calm has to begin anew.
             self._since = max(self._since, now - CLIMB)
         elif self.rung and now - self._since >= CALM:
             self._step(-1, "calm", now)
 
-    def _short(self) -> str | None:
+    def _short(self) -> tuple[str | None, Rung]:
+        """What it is short of, if of anything, and the rung to which that leads at most."""
         if self.lag > self.limits.lag:
-            return f"the event loop wakes {self.lag * 1e3:.0f} ms late"
-        if self.limits.memory is not None and self.memory is not None and self.memory > self.limits.memory:
-            return f"the process has {self.memory >> 20} MiB"
-        return None
-
-    def _calm(self) -> bool:
-        memory, most = self.memory, self.limits.memory
-        return self.lag < NEAR * self.limits.lag and (memory is None or most is None or memory < NEAR_MEMORY * most)
+            return f"the event loop wakes {self.lag * 1e3:.0f} ms late", Rung.ALL
+        memory, allows = self.memory, self.limits.memory
+        if allows is not None and memory is not None and memory > allows:
+            return f"the process has {memory >> 20} MiB", Rung.ALL if memory > LAST * allows else Rung.PREFIX
+        return None, Rung.NONE
 
     def _step(self, way: int, why: str, now: float) -> None:
         before, self.rung = self.rung, Rung(self.rung + way)

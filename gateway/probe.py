@@ -180,6 +180,7 @@ class Probe:
                 json=body,
                 headers={"authorization": f"Bearer {key}"} if key else None,
                 ssl=worker.tls or True,
+                allow_redirects=False,
             ) as response:
                 answer = Answer(response.status, await response.content.read(LARGEST)).json()
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -203,7 +204,9 @@ class Probe:
         host, port = worker.bootstrap or (worker.host, BOOTSTRAP_PORT)
         name = f"[{host}]" if ":" in host else host
         try:
-            async with self._session.get(f"http://{name}:{port}/query", timeout=BRIEF) as response:
+            async with self._session.get(
+                f"http://{name}:{port}/query", timeout=BRIEF, allow_redirects=False
+            ) as response:
                 # Until there are others, those that are known are the best guess.
                 told = b""
                 async for part in response.content.iter_chunked(65536):

@@ -77,8 +77,10 @@ class Reloading:
         """Swaps so far."""
         self.at: float | None = None
         """When the last one was, Unix seconds."""
-        self.problems: list[Problem] = []
-        """Why the last reload failed; empty: it did not."""
+        self._wrong: list[Problem] = []
+        """With the file, when it was last read."""
+        self._beside: list[Problem] = []
+        """With files of keys and certificates, when they were last read."""
         self.needs_restart: list[str] = []
         """Keys of the file that are not followed."""
         self.listed = Listed(running)
@@ -90,6 +92,11 @@ class Reloading:
         self._seen = self._stats()
         if source is not None:
             self._seen[source.path] = source.stat
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What keeps the files from being followed; empty: nothing does."""
+        return self._beside + [each for each in self._wrong if each not in self._beside]
 
     def start(self) -> None:
         """Watch the files."""
@@ -151,6 +158,9 @@ class Reloading:
             done = await self.reload(touched=True) is not None
         if changed & set(self._files()) and not (done and not self.problems):
             await self.refresh()
+            if self._wrong and self.source is not None and not done:
+                # It may have been these files that were wrong with it.
+                await self.reload()
 
     async def _settled(self) -> dict[str, Stat | None]:
         found = await self._reading(self._stats)
@@ -188,7 +198,8 @@ class Reloading:
                 self._text = source.text
                 if touched and self._text == before and self.problems:
                     return None
-                return self._failed(masked(self._why(error), source.filled))
+                self._wrong = masked(self._why(error), source.filled)
+                return self._failed(self._wrong)
 
     async def refresh(self) -> Outcome:
         """Follow files of keys and certificates; the configuration stays."""
@@ -197,9 +208,10 @@ class Reloading:
                 plan = await self._reading(self._plan, self.running.config)
                 # What the file says beyond is not read here, and is waited for still.
                 left = [key for key in self.needs_restart if key not in (*plan.restart, AUTHORITIES)]
-                return self._follow(replace(plan, restart=left + plan.restart), quiet=True)
+                return self._follow(replace(plan, restart=left + plan.restart), quiet=True, whole=False)
             except Exception as error:
-                return self._failed(self._why(error))
+                self._beside = self._why(error)
+                return self._failed(self._beside)
 
     def _why(self, error: Exception) -> list[Problem]:
         """What is wrong, in an except block."""
@@ -248,8 +260,9 @@ class Reloading:
         except OSError as error:
             raise ConfigError([Problem(None, key, f"{spec.ca} cannot be used: {error.strerror or error}")]) from None
 
-    def _follow(self, plan: Plan, quiet: bool) -> Outcome:
-        """Swap. ``quiet``: nobody asked, so that nothing is said if nothing is new.
+    def _follow(self, plan: Plan, quiet: bool, whole: bool = True) -> Outcome:
+        """Swap. ``quiet``: nobody asked, so that nothing is said if nothing is new. Not ``whole``: of files beside the
+        configuration, which may be wrong still.
 
         Raises `ConfigError` for certificates that cannot be used, before anything changed.
         """
@@ -258,7 +271,9 @@ class Reloading:
             renew(running.tls, running.config.listen.tls)
             running.tls_digest = plan.tls
         quiet = quiet and not self.problems
-        self.problems = []
+        self._beside = []
+        if whole:
+            self._wrong = []
         self.needs_restart = plan.restart
         if not plan.changed:
             if not quiet:
@@ -278,7 +293,6 @@ class Reloading:
         return f"; a restart is needed for {', '.join(self.needs_restart)}" if self.needs_restart else ""
 
     def _failed(self, problems: list[Problem]) -> Outcome:
-        self.problems = problems
         self.running.metrics.config_reloads.add(("failed",))
         log.error("the configuration was not reloaded, and what was in force stays; problems: %d", len(problems))
         for problem in problems:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from gateway.config_tenants import ANONYMOUS
 from gateway.credentials import Keyring
 from gateway.errors import Forbidden, GuessedTooOften, Unauthorized
 from gateway.guesses import Guesses
@@ -22,8 +23,6 @@ from gateway.http.incoming import Peer
 from gateway.meters import Limits, Meter
 from gateway.oidc import NotGenuine, Tokens
 from gateway.trials import Policies
-
-ANONYMOUS = "anonymous"
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,8 @@ import re
 import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -386,9 +388,17 @@ def tls_of(spec: WorkerSpec) -> ssl.SSLContext | None:
     """How it is spoken to; ``None``: in clear. Raises `OSError` for authorities that cannot be read."""
     if urlsplit(spec.url).scheme != "https":
         return None
-    context = ssl.create_default_context(cafile=spec.ca)
+    stat = None if spec.ca is None else Path(spec.ca).stat()
+    return _context(spec.ca, spec.verify_tls, None if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+
+
+@lru_cache(maxsize=64)
+def _context(ca: str | None, verify: bool, stat: tuple[int, int, int] | None) -> ssl.SSLContext:
+    """Reading the system's authorities takes longer than all else about a worker: what many share is read once. ``stat``: of
+    the file ``ca``, which is read anew when it changed."""
+    context = ssl.create_default_context(cafile=ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if not spec.verify_tls:
+    if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context

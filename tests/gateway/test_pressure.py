@@ -65,10 +65,10 @@ def test_between_calm_and_late_it_stays_where_it_is() -> None:
 def test_memory_counts_too_and_is_not_guessed() -> None:
     pressure = Pressure(Limits(lag=0.05, memory=100 * MIB))
     assert after(pressure, 10, 0.0, None) == [Rung.NONE]
-    assert after(pressure, 2.5, 0.0, 101 * MIB, start=10)[-1] >= Rung.OPTIONAL
-    there = pressure.rung
-    assert after(pressure, 60, 0.0, 97 * MIB, start=13)[-1] == there
-    assert after(pressure, 60, 0.0, 90 * MIB, start=73)[-1] is Rung.NONE
+    assert after(pressure, 600, 0.0, 101 * MIB, start=10)[-1] is Rung.PREFIX, "refusing would give nothing back"
+    assert after(pressure, 10, 0.0, 110 * MIB, start=610)[-1] is Rung.ALL, "but this would be the end"
+    assert after(pressure, 60, 0.0, 104 * MIB, start=620)[-1] is Rung.PREFIX
+    assert after(pressure, 60, 0.0, 97 * MIB, start=680)[-1] is Rung.NONE
     assert pressure.told()["memory_limit_bytes"] == 100 * MIB
 
 
@@ -143,8 +143,10 @@ async def test_then_all_but_the_first_priority_are_refused_and_then_everybody(
     assert refused.one("x-warmroute-refused") == "pressure"
     assert int(refused.one("retry-after")) >= 1
     assert (await once(running.port, request(chat(), "Authorization: Bearer key-first"))).status == 200
+    assert (await once(running.port, request(method="GET", path="/readyz"))).status == 200
     press(running, Rung.ALL)
     assert (await once(running.port, request(chat(), "Authorization: Bearer key-first"))).status == 429
+    assert (await once(running.port, request(method="GET", path="/readyz"))).status == 503
     assert len(worker.seen) == 1
     assert await metric(running, "warmroute_pressure_skipped_total", what="request") == 2
 
@@ -246,11 +248,24 @@ async def test_those_that_ask_and_say_nothing_do_not_keep_others_from_asking() -
     health.start()
     silent = [await asyncio.open_connection("127.0.0.1", health.port) for _ in range(MOST // 2)]
     try:
-        await until(lambda: health.connections == MOST // 2)
+        await until(lambda: len(health.asking) == MOST // 2)
         assert (await asyncio.to_thread(get, health.port, "/healthz"))[0] == 200
         reader, writer = silent[0]
         writer.write(b"GET " + b"x" * 20_000)
         assert await asyncio.wait_for(reader.read(), 20) == b""
+    finally:
+        for _, writer in silent:
+            writer.transport.abort()
+        await asyncio.to_thread(health.stop)
+
+
+async def test_however_many_say_nothing_whoever_asks_is_told() -> None:
+    health = Health(Pulse(), "127.0.0.1", 0, stalled=30.0)
+    health.start()
+    silent = [await asyncio.open_connection("127.0.0.1", health.port) for _ in range(2 * MOST)]
+    try:
+        for _ in range(5):
+            assert (await asyncio.to_thread(get, health.port, "/healthz"))[0] == 200
     finally:
         for _, writer in silent:
             writer.transport.abort()

@@ -491,12 +491,14 @@ async def test_files_of_keys_are_followed_even_beside_a_configuration_that_is_br
         await until(lambda: running.reloading.generation == 2)
         assert (await client.ask(request(chat(max_tokens=1), "x-api-key: first-key"))).status == 401
         assert (await ask(running, "second-key")).status == 200
+    assert [each.key for each in running.reloading.problems] == ["broken"], "that is as wrong as before"
     keys.unlink()
-    await until(lambda: running.reloading.problems)
+    await until(lambda: len(running.reloading.problems) == 2)
     assert "cannot be read" in running.reloading.problems[0].message
     assert (await ask(running, "second-key")).status == 200, "a file that is gone takes no key along"
     keys.write_text("# nobody\n")
     await until(lambda: running.reloading.generation == 3)
+    assert [each.key for each in running.reloading.problems] == ["broken"]
     assert (await ask(running, "second-key")).status == 401, "one that is empty does"
     assert (await ask(running, None)).status == 401
 
