@@ -73,6 +73,11 @@ class Breaker:
         self.trying = False
 
     @property
+    def judged(self) -> bool:
+        """Whether it was put out for being worse than its peers: only a trial ends that."""
+        return self.open_until is not None and self.reason not in (None, "faults")
+
+    @property
     def state(self) -> str:
         """``closed``, ``open`` or ``half_open``."""
         if self.open_until is None:
