@@ -50,7 +50,7 @@ class Accounts:
         """The client's answer begins: the worker serves, and the request will not be sent again."""
         target = exchange.target
         if target is not None and exchange.status < 500 and target.breaker.open_until is not None:
-            self.gateway.fleet.succeeded(target)
+            self.gateway.fleet.succeeded(target, exchange.charge)
         self.gateway.routing.begun(exchange.ask, exchange.status < 300)
 
     def heard(self, worker: Worker) -> float:

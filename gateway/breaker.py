@@ -41,15 +41,7 @@ class Breaker:
         return True
 
     def succeeded(self) -> bool:
-        """A request was answered; true if that closed the breaker. Of one that was put out only its trial tells anything: what
-        ran there when it was is no better for that."""
-        self.faults = 0
-        if self.reason not in (None, "faults") and not self.trying:
-            return False
-        return self.reset()
-
-    def reset(self) -> bool:
-        """It is another engine now, or well again; true if that closed the breaker."""
+        """A request was answered; true if that closed the breaker."""
         changed = self.open_until is not None
         self.faults = 0
         self.open_until = self.reason = None
@@ -79,6 +71,11 @@ class Breaker:
     def undecided(self) -> None:
         """The trial ended without telling anything (its client left): another may be made."""
         self.trying = False
+
+    @property
+    def judged(self) -> bool:
+        """Whether it was put out for being worse than its peers: only a trial ends that."""
+        return self.open_until is not None and self.reason not in (None, "faults")
 
     @property
     def state(self) -> str:

@@ -591,7 +591,7 @@ class Exchange:
         if broke is not None and broke >= 500 and broke != 503:
             self.gateway.worker_fault(target, ServerError("error event in a stream"))
         elif broke is None and self.status < 400:
-            self.gateway.fleet.succeeded(target)
+            self.gateway.fleet.succeeded(target, self.charge)
         outcome = "stream_error" if broke is not None else "ok" if self.status < 400 else "client_error"
         client = self.client
         self._end(outcome)

@@ -183,7 +183,7 @@ class Fleet:
             if cold:
                 self._begin(worker)
             for target in worker.targets:
-                target.breaker.reset()
+                target.breaker.succeeded()
         self.changed()
         if state is State.DOWN:
             now = self.clock()
@@ -383,12 +383,20 @@ class Fleet:
 
     # -- what requests and probes show ------------------------------------------------------------------------------
 
-    def succeeded(self, target: Target) -> None:
-        """A request was answered as it should be."""
+    def succeeded(self, target: Target, charge: Charge | None = None) -> None:
+        """A request was answered as it should be; ``charge``: its own."""
         target.worker.failures = 0
         target.worker.answered += 1
         target.record.answered += 1.0
-        if (target.breaker.faults or target.breaker.open_until is not None) and target.breaker.succeeded():
+        breaker = target.breaker
+        trial = charge is not None and charge.trial
+        if breaker.judged and not trial:
+            # It was sent before, and is a part of what the target was put out for.
+            breaker.faults = 0
+            return
+        if trial and charge is not None:
+            charge.trial = False
+        if (breaker.faults or breaker.open_until is not None) and breaker.succeeded():
             self._views.clear()
 
     def failed(self, target: Target, now: float) -> bool:

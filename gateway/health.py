@@ -19,7 +19,7 @@ from gateway.pressure import Pulse
 log = logging.getLogger("warmroute")
 
 MOST = 256
-"""Connections at one time; for further ones the oldest are closed."""
+"""Connections at one time: the oldest makes room for the next, or those that say nothing would keep probes out."""
 PATIENCE = 5.0
 """Seconds that a connection may take to say what it wants."""
 LONGEST = 8192
@@ -35,13 +35,18 @@ class Health:
         self.host = host
         self.port = port
         self.stalled = stalled
-        self.asking: dict[_Asker, None] = {}
+        self.open: dict[_Asker, None] = {}
         """Connections, the oldest first."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._failed: OSError | None = None
         self._begun = Event()
         self._thread = Thread(target=self._run, name="health", daemon=True)
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self.open)
 
     def start(self) -> None:
         """Listen. Raises `OSError`."""
@@ -72,8 +77,12 @@ class Health:
         server = await self._loop.create_server(lambda: _Asker(self), self.host, self.port, backlog=256)
         self.port = server.sockets[0].getsockname()[1]
         self._begun.set()
-        async with server:
-            await self._ended.wait()
+        await self._ended.wait()
+        server.close()
+        for asker in list(self.open):
+            asker.cut()
+        # One turn of the loop, for closed transports to say so.
+        await asyncio.sleep(0)
 
     def answer(self, path: bytes) -> tuple[int, dict[str, object]]:
         """Status and body for ``path``."""
@@ -99,18 +108,22 @@ class _Asker(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        asking = self.health.asking
-        if len(asking) >= MOST and (oldest := next(iter(asking)).transport) is not None:
-            # Whoever asks says so at once.
-            oldest.abort()
-        asking[self] = None
+        if len(self.health.open) >= MOST:
+            next(iter(self.health.open)).cut()
+        self.health.open[self] = None
         self.timer = asyncio.get_running_loop().call_later(PATIENCE, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.health.asking.pop(self, None)
+        self.health.open.pop(self, None)
         self.transport = None
         if self.timer is not None:
             self.timer.cancel()
+
+    def cut(self) -> None:
+        """Close it, whatever it was about to say."""
+        self.health.open.pop(self, None)
+        if self.transport is not None:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.transport is None or self.transport.is_closing():

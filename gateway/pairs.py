@@ -120,7 +120,7 @@ class Pairs:
         now = gateway.clock()
         charge = legs.charge
         legs.release()
-        gateway.fleet.succeeded(legs.prefill)
+        gateway.fleet.succeeded(legs.prefill, charge)
         gateway.routing.prefilled(exchange.ask, legs.prefill, now)
         legs.usage = exchange.dialect.usage(body, not legs.sequential and exchange.reading.stream)
         if not legs.sequential or leg is None:

@@ -248,7 +248,7 @@ async def test_those_that_ask_and_say_nothing_do_not_keep_others_from_asking() -
     health.start()
     silent = [await asyncio.open_connection("127.0.0.1", health.port) for _ in range(MOST // 2)]
     try:
-        await until(lambda: len(health.asking) == MOST // 2)
+        await until(lambda: len(health.open) == MOST // 2)
         assert (await asyncio.to_thread(get, health.port, "/healthz"))[0] == 200
         reader, writer = silent[0]
         writer.write(b"GET " + b"x" * 20_000)
