@@ -16,10 +16,10 @@ from asyncio import TimerHandle
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway import wishes
-from gateway.asks import Ask
+from gateway.asks import BYTES_PER_TOKEN, Ask
 from gateway.dialects import Usage
 from gateway.errors import Fault, NoWorker, Overloaded
 from gateway.rounds import LEAST, Round, computing, spare
@@ -61,6 +61,15 @@ class Options:
     """For which a request waits for a worker where its model has none now, but had one or will have."""
     bounds: Bounds = field(default_factory=Bounds)
     priorities: tuple[Priority, ...] = (Priority("interactive"), Priority("bulk", deadline=600.0))
+
+
+class Left(NamedTuple):
+    """What a request was charged when it left its queue."""
+
+    queue: Queue
+    level: int
+    generated: float
+    computed: float
 
 
 class Admission:
@@ -131,7 +140,7 @@ class Admission:
                 return False
         held = ask.request.holdings.get(target.id, 0)
         home = target.id if bound else self._home(ask)
-        self._wait(exchange, name, (ask.request.tokens or 0) - held, now, home=home, bound=bound, soon=soon)
+        self._wait(exchange, name, _prompt(exchange) - held, now, home=home, bound=bound, soon=soon)
         return True
 
     def awaits(self, exchange: Exchange, fault: NoWorker, now: float) -> bool:
@@ -142,7 +151,7 @@ class Admission:
         # By its own name, listed or not: that of a worker which is still to come.
         name = _model(ask)
         until = now + self.options.hold
-        self._wait(exchange, name, ask.request.tokens or 0, now, until, home=self._home(ask))
+        self._wait(exchange, name, _prompt(exchange), now, until, home=self._home(ask))
         exchange.lacks = fault
         return True
 
@@ -186,7 +195,7 @@ class Admission:
             queue.passed = max(queue.passed, self._passed)
         shed, displaced = queue.offer(waiting, now, soon=soon)
         for each in displaced:
-            self._turn_away(each, Shed("displaced", 1.0), now)
+            self._turn_away(each, Shed("displaced", 1.0))
         if shed is not None:
             raise self._overloaded(tenant.name, level, shed)
         exchange.wait(waiting)
@@ -257,7 +266,7 @@ class Admission:
         rounds = []
         for name, queue in list(self.queues.items()):
             for waiting, shed in queue.expired(now):
-                self._turn_away(waiting, shed, now)
+                self._turn_away(waiting, shed)
             if len(queue):
                 rounds.append(Round(queue, fleet, fleet.view(name), ahead, now))
             elif name and not fleet.lists(name):
@@ -317,13 +326,16 @@ class Admission:
         exchange = _exchange(waiting)
         priority = self.options.priorities[waiting.level].name
         self.gateway.metrics.queue_seconds.observe((priority,), now - waiting.arrived)
-        ask = exchange.ask
+        ask, expected = exchange.ask, self.expected(waiting.tenant)
+        # Before it is sent: its engine is to tell what it did.
+        exchange.queued = Left(queue, waiting.level, expected, 0.0)
         exchange.leave(now, self._shut(ask, full_ones))
         if exchange.charge is None:
+            exchange.queued = None
             return None
-        expected = self.expected(waiting.tenant)
-        queue.charge(waiting, max(0, (ask.request.tokens or 0) - ask.context), expected, now)
-        exchange.queued = (queue, waiting.level, expected)
+        computed = max(0.0, _prompt(exchange) - ask.context)
+        queue.charge(waiting, computed, expected, now)
+        exchange.queued = Left(queue, waiting.level, expected, computed)
         choice = exchange.choice
         assert choice is not None
         return choice.prefill or choice.target
@@ -336,7 +348,14 @@ class Admission:
         targets = self.gateway.fleet.targets
         return {each for each in full_ones if each is not None and each in targets and taken(targets[each])}
 
-    def _turn_away(self, waiting: Waiting, shed: Shed, now: float) -> None:
+    def _turn_away(self, waiting: Waiting, shed: Shed) -> None:
+        try:
+            self._refuse(waiting, shed)
+        except Exception:
+            # One of several that are told now.
+            self.gateway.defect("turning a request away")
+
+    def _refuse(self, waiting: Waiting, shed: Shed) -> None:
         exchange = _exchange(waiting)
         lacks = exchange.lacks
         if lacks is None and shed.reason == "deadline" and self.gateway.fleet.view(_model(exchange.ask)) is None:
@@ -367,12 +386,12 @@ class Admission:
         """A request that left the queue is over: what was charged for it is put right by what its engine did."""
         if exchange.queued is None or usage is None:
             return
-        (queue, level, expected), exchange.queued = exchange.queued, None
-        ask, tenant, generated = exchange.ask, exchange.ask.tenant.name, usage.completion
-        more = 0.0 if generated is None else GENERATED * (generated - expected)
+        left, exchange.queued = exchange.queued, None
+        tenant, generated = exchange.ask.tenant.name, usage.completion
+        more = 0.0 if generated is None else GENERATED * (generated - left.generated)
         if usage.prompt is not None and usage.cached is not None:
-            more += usage.prompt - usage.cached - max(0, (ask.request.tokens or 0) - ask.context)
-        queue.correct(tenant, level, more)
+            more += usage.prompt - usage.cached - left.computed
+        left.queue.correct(tenant, left.level, more)
         if generated is not None:
             before = self.expected(tenant)
             if tenant not in self._output and len(self._output) >= TENANTS:
@@ -388,6 +407,12 @@ class Admission:
             for waiting in queue.all():
                 queue.leave(waiting, self.gateway.clock())
                 _exchange(waiting).turned_away(NoWorker("the gateway shuts down", retry_after=1))
+
+
+def _prompt(exchange: Exchange) -> float:
+    """Tokens of its prompt; where its policy does not ask for that, as many as its bytes may be."""
+    tokens = exchange.ask.request.tokens
+    return len(exchange.body) / BYTES_PER_TOKEN if tokens is None else tokens
 
 
 def _model(ask: Ask) -> str | None:

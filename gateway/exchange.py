@@ -49,10 +49,11 @@ from gateway.meters import Meter
 from gateway.opened import Opened
 from gateway.retold import Hiding, Tape
 from gateway.workers import Charge, State, Target, Worker
-from policies.admission import Queue, Waiting
+from policies.admission import Waiting
 from policies.base import Choice
 
 if TYPE_CHECKING:
+    from gateway.admission import Left
     from gateway.app import Gateway
     from gateway.records import Noted
 
@@ -190,8 +191,8 @@ class Exchange:
         """It was let in: what is sent again does not wait again."""
         self.waits: Waiting | None = None
         """Its place in the queue, while it has one."""
-        self.queued: tuple[Queue, int, float] | None = None
-        """The queue that it left, its level there, and the tokens that it is expected to generate."""
+        self.queued: Left | None = None
+        """What it was charged when it left the queue, until that is put right."""
         self.lacks: NoWorker | None = None
         """What it waits for: a worker of its model."""
         self.meter: Meter | None = None
@@ -899,6 +900,10 @@ class Exchange:
             fault: Fault = Stalled("the worker stopped answering")
         elif self.legs is not None and self.legs.overdue(now) and self.phase < RELAYING:
             self.prefill_failed(stalled())
+            return
+        elif self.phase == QUEUED and now > self.deadline and self.waits is not None:
+            self.gateway.admission.gone(self.waits)
+            self.turned_away(OutOfTime("the gateway did not come round to it in time"))
             return
         elif self.phase in UNANSWERED and now > self.until:
             self._answer_fault(OutOfTime("no answer had begun within the time that x-request-timeout gives"))

@@ -47,7 +47,8 @@ class Inserts:
         salted = exchange.ask.tenant.isolated and exchange.route.generates and not reading.opaque
         if gateway.recorder is not None and not exchange.counted:
             gateway.recorder.sending(exchange)
-        wanted = exchange.ask.predicted is not None or exchange.noted is not None
+        counted = exchange.metered is not None or exchange.queued is not None
+        wanted = counted or exchange.ask.predicted is not None or exchange.noted is not None
         exchange.injected = reading.untold and wanted and target.worker.facts.injects_usage
         if exchange.injected:
             # Without usage a stream tells nothing of its cache. It has no such member yet, and ends with a brace.

@@ -20,7 +20,7 @@ it has waited in vain. Everything is bounded: requests and bytes, in all, of eac
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -44,6 +44,10 @@ EVIDENCE = 1.0
 """Seconds of waiting that its pace must be known from."""
 FORGIVEN = 10.0
 """Seconds without anybody waiting after which counters start anew."""
+LONGEST_AGAIN = 300.0
+"""Seconds after which anybody may try again."""
+MOVERS = 4
+"""Homes of which somebody is asked to leave, at one look."""
 KNOWN = 10_000
 """Tenants that do not wait and whose counter is remembered."""
 
@@ -234,19 +238,24 @@ def _arrival(waiting: Waiting) -> float:
     return waiting.arrived
 
 
+def _again(seconds: float) -> float:
+    """When to come again: nobody knows what will be in an hour."""
+    return min(LONGEST_AGAIN, max(1.0, seconds))
+
+
 def _ready(
     line: Line, free: Collection[int], apart: Collection[int], known: Collection[int], looks: int
 ) -> list[Waiting]:
-    """Those of ``line`` that can go now, some of each group."""
-    looks = max(1, looks)
+    """Those of ``line`` that can go now: the first of each home, and some that have none; of too many those that came first."""
     ready: list[Waiting] = []
     for home, group in line.groups.items():
-        if len(ready) >= looks:
-            break
         if home in free or home in apart:
             ready.append(next(iter(group.waiting)))
         elif free and (home is None or home not in known):
-            ready.extend(islice(group.waiting, looks))
+            ready.extend(islice(group.waiting, max(1, looks)))
+    if len(ready) > looks:
+        ready.sort(key=_arrival)
+        del ready[max(1, looks) :]
     return ready
 
 
@@ -320,12 +329,16 @@ class Queue:
         if not len(self) and now - self._emptied > FORGIVEN:
             for each in self.levels:
                 each.debts.clear()
+        if not level.requests:
+            # What was measured before nobody waited says nothing of what those who come now will meet.
+            level.pace = Pace()
+            level.pace.advance(now, False)
         line = level.lines.get(waiting.tenant)
         self._advance(level, line, now)
         wait = self._wait(level, line, waiting)
         patience = PRUDENCE * (waiting.deadline - now)
         if wait is not None and wait > patience and not soon:
-            return Shed("too_long", max(1.0, wait - patience)), []
+            return Shed("too_long", _again(wait - patience)), []
         displaced: list[Waiting] = []
         reason = self._lacks(level, waiting)
         if reason == "queue_full":
@@ -396,7 +409,7 @@ class Queue:
                 continue
             level = self.levels[waiting.level]
             wait = self._wait(level, waiting.line, None)
-            found.append((waiting, Shed("deadline", max(1.0, wait or 1.0))))
+            found.append((waiting, Shed("deadline", _again(wait or 0.0))))
             self.leave(waiting, now)
         return found
 
@@ -449,8 +462,9 @@ class Queue:
             # Those that were not looked at come first next time.
             level.lines[chosen.tenant] = level.lines.pop(chosen.tenant)
         else:
-            mover = self._mover(may) if free else None
-            if mover is None or not moves(mover, self.ahead_of(mover)):
+            movers = self._movers(may) if free else ()
+            mover = next((each for each in movers if moves(each, self.ahead_of(each))), None)
+            if mover is None:
                 return None
             chosen = mover
         self.leave(chosen, now)
@@ -476,20 +490,19 @@ class Queue:
         """Tokens to compute of the others that wait for its home."""
         return self._ahead.get(waiting.home, 0.0) - waiting.computed if waiting.home is not None else 0.0
 
-    def _mover(self, may: Callable[[str], bool]) -> Waiting | None:
-        """Of those that wait for the target for which most waits, the last that came: it has most in front of it."""
-        if not self._ahead:
-            return None
-        home = max(self._ahead, key=self._ahead.__getitem__)
-        groups = [
-            line.groups[home]
-            for level in self.levels
-            for line in level.lines.values()
-            if home in line.groups and may(line.tenant)
-        ]
-        last = [next((each for each in reversed(group.waiting) if not each.bound), None) for group in groups]
-        able = [each for each in last if each is not None]
-        return max(able, key=lambda each: (each.level, each.arrived), default=None)
+    def _movers(self, may: Callable[[str], bool]) -> Iterator[Waiting]:
+        """Of those that wait for each of the targets for which most waits, the last that came: it has most in front of it."""
+        lines = [line for level in self.levels for line in level.lines.values() if may(line.tenant)]
+        asked = 0
+        for home in sorted(self._ahead, key=self._ahead.__getitem__, reverse=True):
+            groups = [line.groups[home] for line in lines if home in line.groups]
+            last = [next((each for each in reversed(group.waiting) if not each.bound), None) for group in groups]
+            able = [each for each in last if each is not None]
+            if able:
+                yield max(able, key=lambda each: (each.level, each.arrived))
+                asked += 1
+                if asked == MOVERS:
+                    return
 
     def charge(self, waiting: Waiting, computed: float, generated: float, now: float) -> None:
         """``waiting`` left the queue, and so many tokens will be computed and generated for it."""
@@ -546,6 +559,8 @@ class Queue:
     def _displace(self, waiting: Waiting) -> list[Waiting]:
         """Make room for it: the last come of the longest line of the last level behind its own has to leave."""
         gone: list[Waiting] = []
+        if waiting.size > self.bounds.bytes:
+            return gone
         for level in reversed(self.levels[waiting.level + 1 :]):
             while level.requests and self._lacks(self.levels[waiting.level], waiting) is not None:
                 line = max(level.lines.values(), key=lambda each: each.requests)
@@ -553,11 +568,6 @@ class Queue:
                 self.leave(last, waiting.arrived)
                 gone.append(last)
         return gone
-
-    def prospect(self, waiting: Waiting) -> float | None:
-        """Seconds until it would leave if it came now; ``None``: not known."""
-        level = self.levels[waiting.level]
-        return self._wait(level, level.lines.get(waiting.tenant), waiting)
 
     def _wait(self, level: Level, line: Line | None, more: Waiting | None) -> float | None:
         """Seconds until ``line``, and ``more`` behind it, would have left: at its own pace, or while that is not known at the
@@ -579,4 +589,4 @@ class Queue:
     def _until_room(self, level: Level) -> float:
         """Seconds until a tenth of what waits in ``level`` has left."""
         pace = level.pace.rate
-        return max(1.0, 0.1 * level.tokens / pace) if pace is not None else 1.0
+        return _again(0.1 * level.tokens / pace) if pace is not None else 1.0

@@ -420,6 +420,21 @@ async def test_a_tenant_that_floods_does_not_hold_up_another(gateway: Begin, hel
     assert last <= 12, worker.asked
 
 
+async def test_under_policies_that_read_no_prompt_tenants_pay_for_its_length_too(gateway: Begin, held: Any) -> None:
+    worker = await held()
+    running = await gateway(worker.config, policy="least_load", change=having(tenant("long"), tenant("short")))
+    asked = Asked(running)
+    await asked.send("first", key="long")
+    for number in range(10):
+        await asked.send(f"long-{number}", key="long", messages=[{"role": "user", "content": LONG}])
+        await asked.send(f"short-{number}", key="short")
+    worker.let(50)
+    for name in asked.tasks:
+        assert await asked.status(name) == 200
+    order = [name.split("-")[0] for name in worker.asked[1:]]
+    assert order[:14].count("short") >= 9, order
+
+
 # -- what tenants are granted -------------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ def test_the_last_that_came_leaves_its_home_first_and_only_if_it_would() -> None
 
     assert line.take(3.0, [3], [1, 2, 3], moves=moves) is them[2]
     assert line.take(3.0, [3], [1, 2, 3], moves=moves) is None
-    assert asked == [(them[2], 2000.0), (them[1], 1000.0)]
+    assert asked == [(them[2], 2000.0), (them[1], 1000.0), (other, 0.0)]
 
 
 def test_nobody_leaves_while_nothing_is_free() -> None:
@@ -330,6 +330,39 @@ def test_who_could_not_be_served_in_time_is_told_at_once() -> None:
     assert shed.reason == "too_long"
     assert 3.0 < shed.retry_after < 8.0
     put(line, waiting(at=10.0, until=25.0), now=10.0)
+
+
+def test_what_was_measured_in_a_stall_is_forgotten_when_nobody_waits_any_more() -> None:
+    line = queue()
+    put(line, *[waiting(computed=100.0, until=70.0) for _ in range(50)])
+    for step in range(1, 21):
+        each = line.take(step / 10, ANY)
+        assert each is not None
+        line.charge(each, 100.0, 0.0, step / 10)
+    # Then nothing moves for a minute.
+    shed = refusal(line, waiting(at=60.0, until=61.0), 60.0)
+    assert (shed.reason, shed.retry_after) == ("too_long", 300.0), "nobody knows what will be in an hour"
+    assert len(line.expired(70.0)) == 30
+    put(line, waiting(at=71.0, until=72.0), now=71.0)
+
+
+def test_who_belongs_to_a_free_target_goes_however_many_belong_to_nobody() -> None:
+    line = queue()
+    put(line, *[waiting() for _ in range(200)], waiting(home=1, at=0.0, until=60.0))
+    left = []
+    for step in range(100):
+        put(line, waiting(at=float(step)), now=float(step))
+        each = line.take(float(step), [1], [1, 2])
+        assert each is not None
+        left.append(each.home)
+    assert 1 in left
+
+
+def test_nobody_has_to_leave_for_one_that_does_not_fit_at_all() -> None:
+    line = queue(*TWO, bounds=Bounds(bytes=100))
+    put(line, *[waiting(level=1) for _ in range(5)])
+    assert refusal(line, waiting("i", size=101)).reason == "queue_full"
+    assert len(line) == 5
 
 
 def test_a_newcomer_is_not_told_that_it_must_wait_for_another_tenant_s_whole_backlog() -> None:
