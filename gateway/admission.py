@@ -193,7 +193,7 @@ class Admission:
             queue = self.queues[name] = Queue(self.options.priorities, self.options.bounds, self.held)
         if not len(queue):
             queue.passed = max(queue.passed, self._passed)
-        shed, displaced = queue.offer(waiting, now, soon=soon)
+        shed, displaced = queue.offer(waiting, now, soon=soon, others=self.queues.values())
         for each in displaced:
             self._turn_away(each, Shed("displaced", 1.0))
         if shed is not None:

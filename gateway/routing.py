@@ -188,6 +188,9 @@ class Routing:
         if shadow is None or ask.model is None:
             return
         view = self.view(ask, tried, now)
+        if made.reason == "pinned" or made.target.id not in view.positions:
+            # No policy chose that.
+            return
         choice = (self._paired_policy(shadow) if view.prefill is not None else shadow).choose(ask.request, view, now)
         seconds, tokens = regret(ask.request, made, choice, now)
         agrees = (choice.target, choice.prefill) == (made.target, made.prefill)

@@ -20,7 +20,7 @@ it has waited in vain. Everything is bounded: requests and bytes, in all, of eac
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -322,9 +322,11 @@ class Queue:
 
     # -- coming and leaving -----------------------------------------------------------------------------------------
 
-    def offer(self, waiting: Waiting, now: float, *, soon: bool = False) -> tuple[Shed | None, list[Waiting]]:
+    def offer(
+        self, waiting: Waiting, now: float, *, soon: bool = False, others: Iterable["Queue"] = ()
+    ) -> tuple[Shed | None, list[Waiting]]:
         """Have it wait: why it may not, and who had to leave for it. ``soon``: some target is free for it, so that the pace
-        of those that wait for something else says nothing of it."""
+        of those that wait for something else says nothing of it. ``others``: further queues of the same bound."""
         level = self.levels[waiting.level]
         if not len(self) and now - self._emptied > FORGIVEN:
             for each in self.levels:
@@ -342,7 +344,7 @@ class Queue:
         displaced: list[Waiting] = []
         reason = self._lacks(level, waiting)
         if reason == "queue_full":
-            displaced = self._displace(waiting)
+            displaced = self._make_room(waiting, others)
             reason = self._lacks(level, waiting)
         if reason is not None:
             return Shed(reason, self._until_room(level)), displaced
@@ -556,13 +558,22 @@ class Queue:
             return "queue_full"
         return None
 
-    def _displace(self, waiting: Waiting) -> list[Waiting]:
-        """Make room for it: the last come of the longest line of the last level behind its own has to leave."""
+    def _make_room(self, waiting: Waiting, others: Iterable["Queue"]) -> list[Waiting]:
+        """Have those of levels behind its own leave, here and then elsewhere, if that makes room for it: who had to."""
+        queues = [self, *[each for each in others if each is not self]]
+        behind = [level for queue in queues for level in queue.levels[waiting.level + 1 :]]
+        held, bounds = self.held, self.bounds
+        requests = held.requests + 1 - sum([level.requests for level in behind])
+        bytes_ = held.bytes + waiting.size - sum([level.bytes for level in behind])
+        if requests > bounds.requests or bytes_ > bounds.bytes:
+            return []
+        return [each for queue in queues for each in queue._displace(waiting, self)]
+
+    def _displace(self, waiting: Waiting, queue: "Queue") -> list[Waiting]:
+        """The last come of the longest line of the last level behind its own has to leave, until ``queue`` has room for it."""
         gone: list[Waiting] = []
-        if waiting.size > self.bounds.bytes:
-            return gone
         for level in reversed(self.levels[waiting.level + 1 :]):
-            while level.requests and self._lacks(self.levels[waiting.level], waiting) is not None:
+            while level.requests and queue._lacks(queue.levels[waiting.level], waiting) is not None:
                 line = max(level.lines.values(), key=lambda each: each.requests)
                 last = max([next(reversed(group.waiting)) for group in line.groups.values()], key=_arrival)
                 self.leave(last, waiting.arrived)

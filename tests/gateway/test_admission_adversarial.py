@@ -134,6 +134,45 @@ async def test_one_model_s_overload_does_not_hold_up_another_on_other_engines(
     empty(running)
 
 
+async def test_bulk_of_one_model_makes_room_for_another_s_first_priority(
+    gateway: Begin, scripted: StartScripted
+) -> None:
+    workers = [await scripted(models=(name,)) for name in ("one", "two")]
+    first, second = Held(workers[0]), Held(workers[1])
+    for each in (first, second):
+        each.worker.replies = [each.script]
+    running = await gateway(first.config, second.config, change=having(queue=5))
+    asked = Asked(running)
+    for number in range(6):
+        await asked.send(f"bulk-{number}", "x-warmroute-priority: bulk", model="one")
+    await asked.send("a", model="two")
+    # As many come as have to leave.
+    asked.tasks["b"] = asyncio.create_task(once(running.port, request(chat(model="two", user="b"))))
+    told(await asked.tasks["bulk-5"], "displaced")
+    told(await once(running.port, request(chat(model="two"), "x-warmroute-priority: bulk")), "queue_full")
+    first.let(9)
+    second.let(9)
+    for name in [name for name in asked.tasks if name != "bulk-5"]:
+        assert await asked.status(name) == 200
+    await settled(running)
+    empty(running)
+
+
+async def test_nobody_has_to_leave_for_one_that_does_not_fit_anyway(gateway: Begin, held: Any) -> None:
+    worker = await held()
+    running = await gateway(worker.config, change=having(bytes=20_000))
+    asked = Asked(running)
+    for name in "abc":
+        await asked.send(name, "x-warmroute-priority: bulk")
+    large = chat(messages=[{"role": "user", "content": "x" * 30_000}])
+    told(await once(running.port, request(large)), "queue_full")
+    assert asked.waiting == 2
+    worker.let(3)
+    for name in "abc":
+        assert await asked.status(name) == 200
+    empty(running)
+
+
 async def test_an_alias_waits_where_its_model_does(gateway: Begin, held: Any) -> None:
     worker = await held()
 

@@ -1,4 +1,4 @@
-"""What a gateway does on bad days: targets put out with answers under way, probes on a crowded port, stops with a full queue."""
+"""Bad days: targets put out with answers under way, probes on a crowded port, stops with a full queue, a blocked loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from gateway.health import MOST, Health
 from gateway.pressure import Pulse
-from tests.gateway.conftest import Begin, StartScripted
+from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.scripted import EVENTS, Seen, chunk, events, ok
-from tests.gateway.talk import Raw, chat, once, request, settled, until
+from tests.gateway.talk import Raw, chat, once, request, settled, tell, until
 from tests.gateway.test_admission import Asked, held
 from tests.gateway.test_outliers import judge, target_of
 
@@ -96,6 +96,68 @@ async def test_requests_that_wait_when_the_time_to_stop_is_over_are_told(gateway
     assert running.gateway.admission.held.requests == 0
 
 
+async def test_ranks_of_one_worker_are_judged_one_by_one_and_half_of_them_stay(
+    gateway: Begin, engine: StartEngine
+) -> None:
+    one = await engine(ranks=4)
+    running = await gateway(one)
+    targets = list(running.fleet.targets.values())
+    assert len(targets) == 4
+    for number, target in enumerate(targets):
+        target.record.answered, target.record.faults = (100.0, 0.0) if number == 3 else (30.0, 70.0)
+    targets[0].record.faults = 100.0
+    judge(running)
+    out = [target for target in targets if target.breaker.reason is not None]
+    assert len(out) <= 2
+    for _ in range(8):
+        assert (await once(running.port, request(chat(max_tokens=1)))).status == 200
+    for number, target in enumerate(targets):
+        target.record.answered, target.record.faults = (100.0, 0.0) if number == 3 else (0.0, 100.0)
+    judge(running)
+    assert sum(target.breaker.reason is not None for target in targets) <= 2
+
+
+async def test_a_session_whose_home_is_put_out_goes_on_elsewhere(gateway: Begin, engine: StartEngine) -> None:
+    engines = [await engine() for _ in range(3)]
+    running = await gateway(*engines, policy="session")
+
+    async def turn() -> str:
+        answer = await once(running.port, request(chat(max_tokens=1), "x-session-id: s"))
+        assert answer.status == 200
+        return answer.one("x-warmroute-worker")
+
+    first = await turn()
+    assert await turn() == first
+    (home,) = [target for target in running.fleet.targets.values() if target.name == first]
+    home.breaker.put_out(running.gateway.clock(), 30.0, 300.0, "latency")
+    running.fleet.changed()
+    second = await turn()
+    assert second != first
+    (session,) = running.sessions.all()
+    assert session.turns == 3
+    await tell(running, "DELETE", f"/workers/{first}?force=1")
+    assert await turn() in {target.name for target in running.fleet.targets.values()}
+    assert [each.turns for each in running.sessions.all()] == [4]
+
+
+async def test_when_all_of_a_pool_fail_it_comes_back_as_soon_as_they_are_well(
+    gateway: Begin, scripted: StartScripted
+) -> None:
+    workers = [await scripted(ok(b"{}", status=b"500 Internal Server Error")) for _ in range(3)]
+    running = await gateway(*workers)
+    for _ in range(20):
+        assert (await once(running.port, request(chat()))).status in (500, 503)
+    for worker in workers:
+        worker.replies = [ok()]
+    for target in running.fleet.targets.values():
+        if target.breaker.open_until is not None:
+            target.breaker.open_until = running.gateway.clock() - 1
+    running.fleet.sweep(running.gateway.clock())
+    for _ in range(9):
+        assert (await once(running.port, request(chat()))).status == 200
+    assert {target.breaker.state for target in running.fleet.targets.values()} == {"closed"}
+
+
 # -- the health listener ------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +217,7 @@ async def test_a_loop_that_is_blocked_is_told_of_meanwhile(health: Health) -> No
         seen.append(asked(health))
 
     waits = asyncio.get_running_loop().run_in_executor(None, ask)
-    time.sleep(0.3)
+    # On purpose.
+    time.sleep(0.5)  # noqa: ASYNC251
     assert seen, "the loop stood still all the time"
     await waits

@@ -348,9 +348,9 @@ def test_what_was_measured_in_a_stall_is_forgotten_when_nobody_waits_any_more() 
 
 def test_who_belongs_to_a_free_target_goes_however_many_belong_to_nobody() -> None:
     line = queue()
-    put(line, *[waiting() for _ in range(200)], waiting(home=1, at=0.0, until=60.0))
+    put(line, *[waiting(at=2.0) for _ in range(200)], waiting(home=1, at=1.0, until=61.0), now=2.0)
     left = []
-    for step in range(100):
+    for step in range(3, 60):
         put(line, waiting(at=float(step)), now=float(step))
         each = line.take(float(step), [1], [1, 2])
         assert each is not None
