@@ -22,6 +22,8 @@ START_SECONDS = 30.0
 STOP_SECONDS = 20.0
 """For a process that was asked to end; then it is killed."""
 ASK_SECONDS = 30.0
+TRIES = 5
+"""To have a port again."""
 LOOK = 0.05
 WARMROUTE = [sys.executable, "-c", "from gateway.cli import main; raise SystemExit(main())"]
 BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "sglang:num_running_reqs", "sglang:num_queue_reqs")
@@ -126,7 +128,15 @@ class EnginePlace(Place):
     async def start(self) -> None:
         """On the port that it had, if it had one. Raises `PlaceError`."""
         command = [sys.executable, "-m", "load_tests.engine", "--port", str(self.port), *self.flags]
-        self.port = int((await self.begin(command, _ENGINE))[1])
+        for left in reversed(range(TRIES)):
+            try:
+                self.port = int((await self.begin(command, _ENGINE))[1])
+                return
+            except PlaceError:
+                # Somebody's connection may go out from that port for a moment.
+                if not self.port or not left:
+                    raise
+                await asyncio.sleep(1.0)
 
     async def busy(self) -> float:
         """Requests that it has. Raises `PlaceError`."""

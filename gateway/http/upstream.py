@@ -100,6 +100,8 @@ class Outbound(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
+        # It has callbacks of ours: each would keep the other until garbage is collected, which is seldom.
+        self._parser = None
         self.pool.lost(self)
         receiver, self.receiver = self.receiver, None
         if receiver is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from gateway.dialects import all_dialects
 from gateway.http.server import Inbound
+from gateway.http.upstream import Outbound
 from gateway.http.wire import MEMO
 from gateway.prompt import Thinking
 from gateway.run import Running
@@ -403,3 +405,32 @@ def test_a_moved_cache_mark_in_a_tool_result_changes_no_prompt_and_other_results
     assert prompt({"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, inner) == plain
     assert prompt({"type": "text", "text": "a"}, {**inner, "content": "other"}) != plain
     assert prompt({"type": "text", "text": "a"}, {**inner, "tool_use_id": "v"}) != plain
+
+
+# -- what only the garbage collector would free ---------------------------------------------------------------------------
+
+
+async def test_streams_that_clients_leave_are_freed_at_once(gateway: Begin, scripted: StartScripted) -> None:
+    async def endless(seen: Seen) -> None:
+        await seen.write(EVENTS + chunk(EVENT))
+        await asyncio.Event().wait()
+
+    worker = await scripted(endless)
+    running = await gateway(worker)
+
+    def kept() -> int:
+        return sum(type(each) is Outbound for each in gc.get_objects())
+
+    gc.collect()
+    before = kept()
+    # A gateway collects seldom: what waits for that grows by every client that leaves.
+    gc.disable()
+    try:
+        for _ in range(20):
+            async with await Raw.connect(running.port) as client:
+                await client.send(request(chat(stream=True)))
+                await asyncio.wait_for(client.reader.readuntil(b"\n\n"), 10)
+        await settled(running)
+        await until(lambda: kept() <= before)
+    finally:
+        gc.enable()
