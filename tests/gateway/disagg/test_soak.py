@@ -57,7 +57,7 @@ async def one(r: Rig, random: Random, number: int, counted: dict[str, int]) -> N
             return
     stream = bool(body.get("stream"))
     if answer.status != 200:
-        assert answer.status in (500, 502, 503, 504), (answer.status, answer.body)
+        assert answer.status in (429, 500, 502, 503, 504), (answer.status, answer.body)
         told = answer.json()
         assert told.get("error", told)["message"], told
         counted["refused"] += 1
@@ -99,6 +99,7 @@ async def soak(rig: StartRig, dialect: str, policy: str) -> None:
     for engine in r.engines:
         engine.faults.clear()
     await r.nothing_left()
-    assert counted["served"] > REQUESTS // 3, counted
+    # Those that do not wait leave the sooner, the busier this machine is.
+    assert counted["served"] > (REQUESTS - counted["left"]) // 3, counted
     assert counted["left"], counted
     assert not r.running.gateway.defects
