@@ -374,8 +374,8 @@ class Pool:
     async def _open(self, connection: Outbound) -> None:
         """Connect to one of the addresses that were found last; they are looked up only when there are none."""
         addresses = self._addresses or await self.resolve()
-        last: OSError | None = None
-        for address in addresses:
+        # A variable that kept the error would keep, with its traceback, this frame and so itself, until garbage is collected.
+        for left, address in zip(reversed(range(len(addresses))), addresses, strict=True):
             try:
                 await self._loop.create_connection(
                     lambda: connection,
@@ -385,9 +385,10 @@ class Pool:
                     server_hostname=self.host if self.tls is not None else None,
                 )
                 return
-            except OSError as error:
-                last = error
-        raise last or OSError("no address")
+            except OSError:
+                if not left:
+                    raise
+        raise OSError("no address")
 
     async def resolve(self) -> list[str]:
         """Look the worker's addresses up and keep them; called from time to time, so that no request has to wait for it.

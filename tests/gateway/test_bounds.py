@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import socket
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from gateway.dialects import all_dialects
+from gateway.errors import Refused
 from gateway.http.server import Inbound
-from gateway.http.upstream import Outbound
+from gateway.http.upstream import Outbound, Pool
 from gateway.http.wire import MEMO
 from gateway.prompt import Thinking
 from gateway.run import Running
@@ -434,3 +436,23 @@ async def test_streams_that_clients_leave_are_freed_at_once(gateway: Begin, scri
         await until(lambda: kept() <= before)
     finally:
         gc.enable()
+
+
+async def test_connections_that_are_refused_are_freed_at_once() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        pool = Pool("127.0.0.1", closed.getsockname()[1])
+
+        def kept() -> int:
+            return sum(type(each) in (Outbound, ConnectionRefusedError) for each in gc.get_objects())
+
+        gc.collect()
+        before = kept()
+        gc.disable()
+        try:
+            for _ in range(10):
+                with contextlib.suppress(Refused):
+                    await pool.connect()
+            await until(lambda: kept() <= before)
+        finally:
+            gc.enable()
