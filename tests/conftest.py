@@ -15,6 +15,9 @@ settings.load_profile("any machine")
 REQUIRED = frozenset(name.strip() for name in os.environ.get("WARMROUTE_REQUIRE", "").split(",") if name.strip())
 """Parts whose absence is a failure here: comma separated in the environment's WARMROUTE_REQUIRE."""
 
+LONGEST = "tests/load_tests/test_soak.py"
+"""Its tests may take minutes: they begin first, or all that run beside them would end long before."""
+
 Require = Callable[[str, bool, str], None]
 
 
@@ -37,3 +40,7 @@ def require() -> Require:
 def qwen(require: Require) -> Files:
     """Where the real Qwen3.5 tokenizer and chat template lie."""
     return qwen_files(require)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))

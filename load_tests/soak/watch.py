@@ -15,7 +15,7 @@ ROOM = 8 * 2**20
 """Bytes, or ..."""
 SHARE = 0.08
 """... part of what it has after its warm-up, by which it may grow over the rest of a run without being called a leak."""
-FILLED = 240.0
+FILLED = 600.0
 """Seconds after which what has a bound has reached it; until then ..."""
 FILLING = 20 * 2**20
 """... so many bytes are no leak."""
