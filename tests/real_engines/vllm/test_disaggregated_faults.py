@@ -100,8 +100,7 @@ async def test_a_decode_engine_that_dies_in_its_stream_and_comes_back(pair: Star
     await pairs_again(pd)
     data, seconds = await interrupted(pd, pd.d.kill)
     assert seconds < 5
-    assert data.endswith(b"data: [DONE]\n\n")
-    assert data.count(b"[DONE]") == 1
+    assert b"[DONE]" not in data, "that says that an answer is whole"
     assert events(data)[-1]["error"]["code"] in (502, 504)
     await served_by(pd, pd.p)
     assert await pd.blamed() == {"decode"}

@@ -517,7 +517,7 @@ async def test_a_killed_engine_ends_its_stream_and_comes_back_empty(gateway: Beg
         worker, told, data = await broken_stream(running, lambda worker, _: only(both, worker).kill())
         dead = only(both, worker)
         (other,) = [engine for engine in both if engine is not dead]
-        assert data.endswith(b"data: [DONE]\n\n")
+        assert b"[DONE]" not in data, "that says that an answer is whole"
         assert told[-1]["error"]["code"] in (502, 504)
         assert [turn.worker for turn in [await new_session(http) for _ in range(4)]] == [other.id] * 4
         await until(lambda: running.fleet.workers[dead.id].state == "down", 10)
@@ -589,8 +589,8 @@ async def test_an_engine_told_to_end_breaks_its_stream(gateway: Begin, engines: 
 
     running = await gateway(both, impatient)
     worker, told, data = await broken_stream(running, lambda worker, _: only(both, worker).signal(signal.SIGTERM))
-    assert data.endswith(b"data: [DONE]\n\n")
-    assert data.count(b"[DONE]") == 1
+    # vLLM's own end of a stream that failed has it, ours has not.
+    assert data.count(b"[DONE]") <= 1
     ended = told[-1] if "error" in told[-1] else None
     assert ended["error"]["code"] >= 500 if ended is not None else finish(told) == "abort"
     await until(lambda: running.fleet.workers[worker].state == "down", 20)
@@ -635,5 +635,5 @@ async def test_an_engine_core_that_dies_under_a_live_server(
         told = events(each)
         assert "error" in told[-1] or told[-1].get("type") == "error"
         assert all(not event.get("error") for event in told[:-1])
-        assert each.count(b"data: [DONE]\n\n") == (path not in ("/v1/messages", "/v1/responses"))
+        assert each.count(b"data: [DONE]\n\n") <= (path not in ("/v1/messages", "/v1/responses"))
     assert sums["warmroute_requests_total/stream_error"] == len(data)
