@@ -47,7 +47,6 @@ WORDS = {
     "too_long": "the fleet is busy: it would not be served in time",
     "deadline": "the fleet is busy: it was not served in time",
     "displaced": "the fleet is busy, and requests of a higher priority came",
-    "pressure": "the gateway itself is under pressure",
 }
 
 
@@ -157,9 +156,8 @@ class Admission:
 
     def _hopes(self, exchange: Exchange) -> bool:
         """Whether there are workers that may serve it once they are ready again."""
-        model = exchange.ask.model
-        fleet = self.gateway.fleet
-        return any(fleet.serves(worker, None if model is None else model.name) for worker in fleet.workers.values())
+        name, fleet = _model(exchange.ask), self.gateway.fleet
+        return any(fleet.serves(worker, name) for worker in fleet.workers.values())
 
     def _wait(
         self,

@@ -254,8 +254,7 @@ class Exchange:
         if isinstance(error, Fault):
             self._answer_fault(error)
         else:
-            self.gateway.defect("choosing a target")
-            self._answer_fault(Internal("the gateway failed; its log says why"))
+            self._lost("choosing a target")
 
     def turned_away(self, fault: Fault) -> None:
         """It waited in vain."""
