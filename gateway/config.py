@@ -184,8 +184,9 @@ class WorkerConfig:
     shared_store: bool | None = None
     """Whether what it computes is written to a store that its pool shares."""
     slots: bool = False
-    """llama.cpp: name each session's slot (``id_slot``). For servers without a prompt cache in host memory: by themselves they
-    may give a session's slot to a like one, and with one they find both again."""
+    """llama.cpp: name each session's slot (``id_slot``). By itself a server gives such a slot to a like one: what was in it
+    comes back from the prompt cache in host memory, if there is one, unless both share more than half (then it is not kept).
+    Not for more sessions at once than slots."""
     retention: bool = False
     """TensorRT-LLM: whether its server takes ``kv_cache_retention_config`` with requests (the stock one does not)."""
 

@@ -8,7 +8,6 @@ from itertools import pairwise
 from random import Random
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.run import Running
@@ -71,17 +70,15 @@ async def test_sessions_return_home_and_spread(running: Running) -> None:
     assert len(set(homes)) == 2
 
 
-@pytest.mark.parametrize("named", [True, False])
-async def test_sessions_under_one_system_prompt_keep_what_is_theirs(running: Running, named: bool) -> None:
-    """To the server all slots look alike: it is told which one is whose, or finds it by its prompt cache."""
+async def test_sessions_under_one_system_prompt_keep_the_slots_that_are_named(running: Running) -> None:
+    """To the server all slots look alike: it hands on whichever shares most with a request."""
     for worker in running.fleet.workers.values():
-        worker.spec.slots = named
+        worker.spec.slots = True
         running.fleet.describe(worker, worker.facts)
     system = "You are one of many. " + words(Random("one"), 600)
     async with Client(address(running), MODEL) as client:
-        # More sessions than slots would take them from each other; the server's own choice has a prompt cache behind it.
-        names = [f"slot-{named}-{number}" for number in range(SLOTS if named else 2 * SLOTS)]
-        sessions = await asyncio.gather(*[converse(client, name, 5, system) for name in names])
+        # More sessions than slots would take them from each other.
+        sessions = await asyncio.gather(*[converse(client, f"slot-{number}", 5, system) for number in range(SLOTS)])
     for answers in sessions:
         assert len({answer.worker for answer in answers}) == 1
         for before, answer in pairwise(answers):
@@ -89,8 +86,31 @@ async def test_sessions_under_one_system_prompt_keep_what_is_theirs(running: Run
             assert answer.cached_tokens is not None
             assert answer.cached_tokens >= 0.9 * before.prompt_tokens
     for target in running.fleet.targets.values():
-        assert (target.slots is not None) is named
-        assert target.slots is None or (target.slots.count, target.slots.busy) == (SLOTS, 0)
+        assert target.slots is not None
+        assert (target.slots.count, target.slots.busy) == (SLOTS, 0)
+
+
+async def test_sessions_whose_slots_the_server_chooses_go_home_and_find_their_shared_start(running: Running) -> None:
+    """One after another: which slot is free, and so what is lost, is the server's own affair when they overlap."""
+    system = "You are one of several. " + words(Random("several"), 600)
+    histories: dict[str, list[dict[str, str]]] = {
+        f"free-{number}": [{"role": "system", "content": system}] for number in range(2 * SLOTS)
+    }
+    homes: dict[str, set[str | None]] = {name: set() for name in histories}
+    cached: dict[str, list[int | None]] = {name: [] for name in histories}
+    async with Client(address(running), MODEL) as client:
+        for turn in range(3):
+            for name, messages in histories.items():
+                messages.append({"role": "user", "content": words(Random(f"{name} {turn}"), 60)})
+                answer = await client.chat({"messages": messages, "max_tokens": 12}, {"x-session-id": name})
+                assert answer.error is None
+                messages.append({"role": "assistant", "content": answer.content})
+                homes[name].add(answer.worker)
+                cached[name].append(answer.cached_tokens)
+    assert all(target.slots is None for target in running.fleet.targets.values())
+    for name in histories:
+        assert len(homes[name]) == 1
+        assert all(count is not None and count > len(system) // 2 for count in cached[name][1:])
 
 
 async def test_cached_tokens_are_counted_to_the_token(running: Running) -> None:
