@@ -69,6 +69,8 @@ CHURN = 0.5
 """Share of a cache that is evicted within that time when it is too small for its sessions."""
 CLOSING = 10.0
 """Seconds that engines may take to hear of the ends of all sessions when the gateway stops."""
+REMEMBERED = 8
+"""The part of the index, one in so many, for prompts that nobody holds any more: they tell the ceiling."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -87,7 +89,7 @@ class Running:
         """Of the authorities'."""
         limits_in, limits_out = make_limits(config)
         most = config.index.max_bytes
-        self.index = PrefixIndex(RadixIndex(most), BlockIndex(most), self._moved)
+        self.index = PrefixIndex(RadixIndex(most, remember=most // REMEMBERED), BlockIndex(most), self._moved)
         self.metrics = Metrics()
         told = config.auth.jwt
         self.key_set = None if told is None else KeySet(told.jwks, told.refresh, self.metrics)
@@ -304,7 +306,8 @@ class Running:
         self.gateway.modes = {name: mode for name, mode in self.gateway.modes.items() if name in kept}
         told = config.sessions
         self.sessions.reconfigure(told.max, told.idle, told.headers, told.fields, told.cookie)
-        self.index.radix.max_bytes = self.index.blocks.max_bytes = config.index.max_bytes
+        most = self.index.radix.max_bytes = self.index.blocks.max_bytes = config.index.max_bytes
+        self.index.radix.remember = most // REMEMBERED
         self.gateway.pairs.lease, self.gateway.pairs.keep = config.disaggregation.lease, config.disaggregation.keep
         probes, probe = config.probes, self.probe
         probe.health_seconds, probe.load_seconds, probe.join_seconds = probes.health, probes.load, probes.join

@@ -84,7 +84,9 @@ class Unbounded(RuleBasedStateMachine):
         self.index.check()
         roots = sum(not node.edge for _, node in self.index.nodes())
         remembered = self.index.remembered_bytes
-        assert self.index.bytes == remembered + (roots * NODE_BYTES if remembered else 0), "what holds nothing costs nothing"
+        assert self.index.bytes == remembered + (roots * NODE_BYTES if remembered else 0), (
+            "what holds nothing costs nothing"
+        )
 
 
 class Remembering(Unbounded):
