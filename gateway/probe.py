@@ -152,15 +152,19 @@ class Probe:
                         break
                     body += more
                 return Answer(response.status, body)
-        except TimeoutError:
+        except TimeoutError as error:
+            unwind(error)
             raise Stalled("a probe got no answer in time") from None
-        except aiohttp.ClientConnectorDNSError:
+        except aiohttp.ClientConnectorDNSError as error:
+            unwind(error)
             raise Unresolved("the name has no address") from None
         except aiohttp.ClientConnectorError as error:
+            unwind(error)
             if error.os_error.errno in OURS:
                 raise NoConnection(f"no probe can be made from here: {error.os_error.strerror}") from None
             raise Refused(f"a probe could not connect: {error.os_error.strerror or error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            unwind(error)
             raise Malformed(f"a probe failed: {error or type(error).__name__}") from None
 
     async def tells_cached(self, worker: Worker) -> bool | None:
@@ -370,3 +374,11 @@ class Probe:
             for target, load, ours, running in zip(worker.targets, loads, waiting, before, strict=False):
                 load.taken = self.fleet.clock()
                 self.fleet.report(target, load, max(0, ours), max(running, target.running))
+
+
+def unwind(error: BaseException) -> None:
+    """Let go of the frames that it came through: the HTTP client's keep their error, and it them, with all of a connection."""
+    at: BaseException | None = error
+    while at is not None:
+        at.__traceback__ = None
+        at = at.__cause__ or at.__context__
