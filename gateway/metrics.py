@@ -26,6 +26,7 @@ SHARE = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0
 
 WHO = ("tenant", "model", "policy")
 """Labels of what is told for each policy of each tenant."""
+TALLIED = (*WHO, "target")
 
 
 HITS = ((0.1, "none"), (0.5, "some"), (0.9, "most"))
@@ -271,56 +272,54 @@ class Metrics:
         )
 
     def _tokens(self) -> None:
-        self.prompt_tokens = Counter(
-            "warmroute_prompt_tokens", "Prompt tokens, as engines report them.", (*WHO, "target")
-        )
+        self.prompt_tokens = Counter("warmroute_prompt_tokens", "Prompt tokens, as engines report them.", TALLIED)
         self.completion_tokens = Counter(
-            "warmroute_completion_tokens", "Generated tokens, as engines report them.", (*WHO, "target")
+            "warmroute_completion_tokens", "Generated tokens, as engines report them.", TALLIED
         )
         self.cached_tokens = Counter(
-            "warmroute_cached_tokens", "Prompt tokens that engines report as found in their cache.", (*WHO, "target")
+            "warmroute_cached_tokens", "Prompt tokens that engines report as found in their cache.", TALLIED
         )
         self.reported_prompt_tokens = Counter(
             "warmroute_cache_reported_prompt_tokens",
             "Prompt tokens of those requests whose engine reports cached tokens: the base of the reported hit rate.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.predicted_tokens = Counter(
             "warmroute_predicted_cached_tokens",
             "Prompt tokens predicted to be cached where they were sent.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.predicted_prompt_tokens = Counter(
             "warmroute_predicted_prompt_tokens",
             "Estimated prompt tokens of requests that were routed by prefix: the base of the predicted hit rate.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.best_tokens = Counter(
             "warmroute_best_cached_tokens",
             "Prompt tokens that were predicted to be cached on whichever target held most of them: less what was predicted "
             "where they were sent is lost to routing.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.ceiling_tokens = Counter(
             "warmroute_ceiling_cached_tokens",
             "Prompt tokens that were seen before, which one cache without bounds would have: less the best is lost to "
             "eviction, and of the predicted prompt the rest is cold. As far back as the index remembers.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.saved_seconds = Counter(
             "warmroute_saved_prefill_seconds",
             "Seconds of prefill that cached tokens spared engines, as reported, by what computing them would have taken there.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.engine_prompt_tokens = Counter(
             "warmroute_engine_prompt_tokens",
             "Prompt tokens that engines count themselves in what they export, whoever sent them, since the gateway looks.",
-            ("target",),
+            ("worker",),
         )
         self.engine_cached_tokens = Counter(
             "warmroute_engine_cached_tokens",
-            "Of those, what engines count as found in their cache.",
-            ("target",),
+            "Of those, what engines count as found in their cache, on the device or below it.",
+            ("worker",),
         )
         self.prediction_error = Histogram(
             "warmroute_prediction_error_ratio",
@@ -512,9 +511,11 @@ class Metrics:
         """Prometheus text format."""
         return generate_latest(self.registry)
 
-    def drop_target(self, target: str) -> None:
-        """A target left the fleet: its series go too."""
-        self._tallies = {key: tally for key, tally in self._tallies.items() if key[3] != target}
+    def drop(self, label: str, name: str) -> None:
+        """``name`` left, a target, a worker or a tenant: its series go too."""
         for value in vars(self).values():
-            if isinstance(value, Counter | Histogram) and "target" in value.labels:
-                value.drop(value.labels.index("target"), target)
+            if isinstance(value, Counter | Histogram) and label in value.labels:
+                value.drop(value.labels.index(label), name)
+        if label in TALLIED:
+            at = TALLIED.index(label)
+            self._tallies = {key: tally for key, tally in self._tallies.items() if key[at] != name}
