@@ -10,7 +10,7 @@ from gateway.dialects import Usage
 from gateway.dialects.chat import answered_ids
 from gateway.doctor import Note
 from gateway.exchange import Exchange
-from gateway.metrics import Tally
+from gateway.metrics import Tally, hit_of
 from gateway.naming import LONGEST
 from gateway.opened import Opened
 from gateway.routing import CONVERSATION
@@ -73,7 +73,9 @@ class Accounts:
         if legs is not None:
             gateway.pairs.begun(exchange, legs)
         tally = gateway.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, gateway.label(target))
-        tally.first_token(_turn(ask.turn), exchange.first_at - exchange.started)
+        if ask.predicted is not None:
+            hit = hit_of(ask.predicted, ask.request.tokens)
+            tally.first_token(_turn(ask.turn), hit, exchange.first_at - exchange.started)
         if charge.alone and legs is None and ask.request.tokens is not None:
             exchange.alone = True
 
@@ -132,8 +134,16 @@ class Accounts:
         if ask.predicted is not None and ask.request.tokens is not None:
             first.predicted[0] += ask.predicted
             first.predicted_prompt[0] += ask.request.tokens
+            best = max(ask.predicted, max(ask.request.holdings.values(), default=0))
+            first.best[0] += best
+            first.ceiling[0] += max(best, ask.ceiling)
+            hit = hit_of(ask.predicted, ask.request.tokens)
+        else:
+            hit = hit_of(usage.cached, usage.prompt) if usage is not None else "unknown"
+            if exchange.events and exchange.first_at:
+                tally.first_token(_turn(ask.turn), hit, exchange.first_at - exchange.started)
         if usage is not None:
-            self._count_usage(exchange, usage, tally, first, computes)
+            self._count_usage(exchange, usage, tally, first, computes, hit)
         if exchange.route.kind == "responses" and outcome == "ok":
             self._remember_response(exchange, target)
         if outcome == "ok" and ask.session is not None:
@@ -177,7 +187,9 @@ class Accounts:
             context = exchange.ask.context
             self.gateway.fleet.learn(target, exchange.ask.request.tokens - context, context, seconds)
 
-    def _count_usage(self, exchange: Exchange, usage: Usage, tally: Tally, first: Tally, computes: Target) -> None:
+    def _count_usage(
+        self, exchange: Exchange, usage: Usage, tally: Tally, first: Tally, computes: Target, hit: str
+    ) -> None:
         """``first``: of ``computes``, the target that computed the prompt."""
         ask = exchange.ask
         if usage.prompt is not None:
@@ -186,6 +198,10 @@ class Accounts:
             if usage.cached is not None:
                 first.cached[0] += usage.cached
                 first.reported[0] += usage.prompt
+                if usage.cached:
+                    new = max(0, usage.prompt - usage.cached)
+                    spared = computes.rates.prefill(usage.prompt, 0) - computes.rates.prefill(new, usage.cached)
+                    first.saved[0] += max(0.0, spared)
                 if ask.predicted is not None and usage.prompt:
                     error = (usage.cached - ask.predicted) / usage.prompt
                     self.gateway.metrics.prediction_error.observe((ask.model_name,), error)
@@ -193,7 +209,7 @@ class Accounts:
             tally.completion[0] += usage.completion
             if exchange.events and usage.completion > 1 and exchange.last_at > exchange.first_at:
                 between = (exchange.last_at - exchange.first_at) / (usage.completion - 1)
-                self.gateway.metrics.inter_token.observe_in(tally.inter_token, between)
+                tally.between_tokens(hit, between)
 
     def _remember_response(self, exchange: Exchange, target: Target) -> None:
         ask = exchange.ask

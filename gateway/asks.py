@@ -67,6 +67,7 @@ class Ask:
         "asked",
         "before",
         "body",
+        "ceiling",
         "committed",
         "context",
         "depth",
@@ -152,6 +153,8 @@ class Ask:
         self.request = Request()
         self.predicted: int | None = None
         """Tokens that the chosen target was predicted to hold; ``None`` when nothing was predicted."""
+        self.ceiling = 0
+        """Tokens of the prompt that were ever seen: of meaning where something was predicted."""
         self.context = 0
         self.pin: tuple[Node, int] | None = None
         self.committed = 0.0

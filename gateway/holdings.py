@@ -58,14 +58,16 @@ class Holdings:
         symbols = pages.symbols
         if len(symbols) >= PREFIX_PAGES * SYMBOL:
             request.prefix = xxh3_64_intdigest(symbols[: PREFIX_PAGES * SYMBOL])
-        ask.depth = depth = self.index.radix.match(ask.namespace, symbols).depths
+        _, depth, seen = self.index.radix.match(ask.namespace, symbols)
+        ask.depth = depth
         tokens = size / model.bytes_per_token
         if session is not None and session.prompt_tokens is not None and size >= session.prompt_bytes:
             tokens = session.prompt_tokens + (size - session.prompt_bytes) / model.bytes_per_token
         count = request.tokens = max(1, int(tokens))
         scale = ask.page = TEXT_PAGE * count / (size or 1)
+        most = count - 1
+        ask.ceiling = min(int(seen * scale), most)
         if depth:
-            most = count - 1
             # Many hold the same shared start: as few conversions as there are depths.
             counts = {pages: min(int(pages * scale), most) for pages in set(depth.values())}
             if len(counts) == 1:
@@ -80,10 +82,12 @@ class Holdings:
                 along = prefixes_of_text(symbols)
                 holdings = self.checkpoints.usable(along, holdings, page=scale)
             if session is not None and session.tail_target is not None:
-                self._open_tail(session, symbols, depth, holdings, most, model.rule)
+                self._open_tail(ask, session, depth, holdings, most)
             request.holdings = holdings
             if self.reaching:
                 self._reach(request, count)
+        elif session is not None and session.tail_target is not None:
+            self._open_tail(ask, session, depth, {}, most)
 
     def match_ids(self, ask: Ask, ids: bytes, model: Model, now: float) -> None:
         """The same by token ids: exact counts, exact where events tell, true to the engines' blocks."""
@@ -97,7 +101,7 @@ class Holdings:
             request.prefix = xxh3_64_intdigest(symbols[: PREFIX_PAGES * SYMBOL])
         count = request.tokens = max(1, len(ids) // 4)
         found = self.index.match(ask.namespace, symbols, ids, ask.start, request.home, events=not ask.reading.apart)
-        ask.depth, ask.exact = found.depths, found.exact
+        ask.depth, ask.exact, ask.ceiling = found.depths, found.exact, min(found.seen, count - 1)
         held = found.tokens
         if model.fine:
             self._to_the_token(ask, held, names(symbols), ids)
@@ -110,8 +114,8 @@ class Holdings:
             at = self.index.trust.get(session.tail_target)
             # What events do not tell by then is not there.
             late = at is not None and at.stored < session.awaits and now - session.ended < LAG
-            if at is None or not at.exact or late:
-                self._open_tail(session, symbols, found.depths, held, count - 1, model.rule)
+            exact = at is not None and at.exact and not late
+            self._open_tail(ask, session, {} if exact else found.depths, held, count - 1)
         request.restored = found.restored
         if model.rule is not None:
             # States are where they are.
@@ -174,29 +178,31 @@ class Holdings:
 
     def _open_tail(
         self,
+        ask: Ask,
         session: Session,
-        symbols: bytes,
         depth: Mapping[int, int],
         holdings: dict[int, int],
         most: int,
-        rule: Rule | None,
     ) -> None:
         """Count what was generated after the session's last prompt, where this one goes on from there."""
         at = session.tail_target
-        before = session.pages.symbols
+        symbols, before = ask.pages.symbols, session.pages.symbols
         if (
-            at is not None
-            and session.prompt_tokens is not None
-            and len(symbols) > len(before)
-            and depth.get(at, 0) * SYMBOL >= len(before) > 0
-            and symbols.startswith(before)
+            at is None
+            or ask.model is None
+            or session.prompt_tokens is None
+            or not 0 < len(before) < len(symbols)
+            or not symbols.startswith(before)
         ):
-            tail = session.prompt_tokens + session.tail_tokens
-            if rule is not None:
-                tail = rule.resumed(session.prompt_tokens, session.tail_tokens)
-                tail = tail if tail <= most else 0
-            if tail and self.index.believed(at, at):
-                holdings[at] = max(holdings.get(at, 0), min(tail, most))
+            return
+        tail, rule = session.prompt_tokens + session.tail_tokens, ask.model.rule
+        if rule is not None:
+            tail = rule.resumed(session.prompt_tokens, session.tail_tokens)
+            tail = tail if tail <= most else 0
+        tail = min(tail, most)
+        ask.ceiling = max(ask.ceiling, tail)
+        if tail and depth.get(at, 0) * SYMBOL >= len(before) and self.index.believed(at, at):
+            holdings[at] = max(holdings.get(at, 0), tail)
 
     # -- learning --------------------------------------------------------------------------------------------------------
 

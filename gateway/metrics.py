@@ -26,6 +26,22 @@ SHARE = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0
 
 WHO = ("tenant", "model", "policy")
 """Labels of what is told for each policy of each tenant."""
+TALLIED = (*WHO, "target")
+
+
+HITS = ((0.1, "none"), (0.5, "some"), (0.9, "most"))
+"""Below which part of a prompt a hit is called so."""
+
+
+def hit_of(cached: int | None, prompt: int | None) -> str:
+    """How much of a prompt was cached, as a label: none, some, most, all, unknown."""
+    if cached is None or not prompt:
+        return "unknown"
+    share = cached / prompt
+    for bound, name in HITS:
+        if share < bound:
+            return name
+    return "all"
 
 
 class Counter:
@@ -79,6 +95,11 @@ class Histogram:
             row = self.values[labels] = [0.0] * (len(self.bounds) + 2)
         return row
 
+    def drop(self, position: int, value: str) -> None:
+        """Remove the series whose label at ``position`` is ``value``."""
+        for labels in [labels for labels in self.values if labels[position] == value]:
+            del self.values[labels]
+
     def observe(self, labels: Labels, value: float) -> None:
         """Count one observation."""
         self.observe_in(self.row(labels), value)
@@ -123,7 +144,9 @@ class Tally:
     """The cells of one (tenant, model, policy, target): found once, then added to without a look-up."""
 
     __slots__ = (
+        "best",
         "cached",
+        "ceiling",
         "completion",
         "decisions",
         "duration",
@@ -136,6 +159,7 @@ class Tally:
         "reported",
         "requests",
         "routed",
+        "saved",
         "ttft",
         "who",
     )
@@ -146,16 +170,19 @@ class Tally:
         self.metrics = metrics
         self.decisions: dict[str, list[float]] = {}
         self.requests: dict[tuple[str, str], list[float]] = {}
-        self.ttft: dict[str, list[float]] = {}
+        self.ttft: dict[tuple[str, str], list[float]] = {}
+        self.inter_token: dict[str, list[float]] = {}
         self.routed = metrics.routed.cell((model, target))
         self.predicted = metrics.predicted_tokens.cell(at)
         self.predicted_prompt = metrics.predicted_prompt_tokens.cell(at)
+        self.best = metrics.best_tokens.cell(at)
+        self.ceiling = metrics.ceiling_tokens.cell(at)
         self.prompt = metrics.prompt_tokens.cell(at)
         self.completion = metrics.completion_tokens.cell(at)
         self.cached = metrics.cached_tokens.cell(at)
         self.reported = metrics.reported_prompt_tokens.cell(at)
+        self.saved = metrics.saved_seconds.cell(at)
         self.duration = metrics.duration.row(who)
-        self.inter_token = metrics.inter_token.row(who)
         self.overhead = metrics.overhead.row((policy,))
 
     def sent(self, reason: str, overhead: float) -> None:
@@ -177,12 +204,19 @@ class Tally:
         cell[0] += 1
         self.metrics.duration.observe_in(self.duration, seconds)
 
-    def first_token(self, turn: str, seconds: float) -> None:
+    def first_token(self, turn: str, hit: str, seconds: float) -> None:
         """The first event of a stream came."""
-        row = self.ttft.get(turn)
+        row = self.ttft.get((turn, hit))
         if row is None:
-            row = self.ttft[turn] = self.metrics.ttft.row((*self.who, turn))
+            row = self.ttft[turn, hit] = self.metrics.ttft.row((*self.who, turn, hit))
         self.metrics.ttft.observe_in(row, seconds)
+
+    def between_tokens(self, hit: str, seconds: float) -> None:
+        """A stream ended, between whose tokens so many seconds were."""
+        row = self.inter_token.get(hit)
+        if row is None:
+            row = self.inter_token[hit] = self.metrics.inter_token.row((*self.who, hit))
+        self.metrics.inter_token.observe_in(row, seconds)
 
 
 class Metrics:
@@ -225,38 +259,67 @@ class Metrics:
         )
         self.ttft = Histogram(
             "warmroute_time_to_first_token_seconds",
-            "From the request's last byte to the first event of a streamed answer, by turn of its session.",
+            "From the request's last byte to the first event of a streamed answer, by turn of its session and by how much of "
+            "its prompt was cached: as predicted when it was sent, or, where nothing was predicted, as reported at its end.",
             TTFT,
-            (*WHO, "turn"),
+            (*WHO, "turn", "hit"),
         )
         self.inter_token = Histogram(
-            "warmroute_inter_token_seconds", "Mean time between two tokens of one streamed answer.", INTER_TOKEN, WHO
+            "warmroute_inter_token_seconds",
+            "Mean time between two tokens of one streamed answer, by how much of its prompt was cached.",
+            INTER_TOKEN,
+            (*WHO, "hit"),
         )
 
     def _tokens(self) -> None:
-        self.prompt_tokens = Counter(
-            "warmroute_prompt_tokens", "Prompt tokens, as engines report them.", (*WHO, "target")
-        )
+        self.prompt_tokens = Counter("warmroute_prompt_tokens", "Prompt tokens, as engines report them.", TALLIED)
         self.completion_tokens = Counter(
-            "warmroute_completion_tokens", "Generated tokens, as engines report them.", (*WHO, "target")
+            "warmroute_completion_tokens", "Generated tokens, as engines report them.", TALLIED
         )
         self.cached_tokens = Counter(
-            "warmroute_cached_tokens", "Prompt tokens that engines report as found in their cache.", (*WHO, "target")
+            "warmroute_cached_tokens", "Prompt tokens that engines report as found in their cache.", TALLIED
         )
         self.reported_prompt_tokens = Counter(
             "warmroute_cache_reported_prompt_tokens",
             "Prompt tokens of those requests whose engine reports cached tokens: the base of the reported hit rate.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.predicted_tokens = Counter(
             "warmroute_predicted_cached_tokens",
             "Prompt tokens predicted to be cached where they were sent.",
-            (*WHO, "target"),
+            TALLIED,
         )
         self.predicted_prompt_tokens = Counter(
             "warmroute_predicted_prompt_tokens",
             "Estimated prompt tokens of requests that were routed by prefix: the base of the predicted hit rate.",
-            (*WHO, "target"),
+            TALLIED,
+        )
+        self.best_tokens = Counter(
+            "warmroute_best_cached_tokens",
+            "Prompt tokens that were predicted to be cached on whichever target held most of them: less what was predicted "
+            "where they were sent is lost to routing.",
+            TALLIED,
+        )
+        self.ceiling_tokens = Counter(
+            "warmroute_ceiling_cached_tokens",
+            "Prompt tokens that were seen before, which one cache without bounds would have: less the best is lost to "
+            "eviction, and of the predicted prompt the rest is cold. As far back as the index remembers.",
+            TALLIED,
+        )
+        self.saved_seconds = Counter(
+            "warmroute_saved_prefill_seconds",
+            "Seconds of prefill that cached tokens spared engines, as reported, by what computing them would have taken there.",
+            TALLIED,
+        )
+        self.engine_prompt_tokens = Counter(
+            "warmroute_engine_prompt_tokens",
+            "Prompt tokens that engines count themselves in what they export, whoever sent them, since the gateway looks.",
+            ("worker",),
+        )
+        self.engine_cached_tokens = Counter(
+            "warmroute_engine_cached_tokens",
+            "Of those, what engines count as found in their cache, on the device or below it.",
+            ("worker",),
         )
         self.prediction_error = Histogram(
             "warmroute_prediction_error_ratio",
@@ -448,9 +511,11 @@ class Metrics:
         """Prometheus text format."""
         return generate_latest(self.registry)
 
-    def drop_target(self, target: str) -> None:
-        """A target left the fleet: its series go too."""
-        self._tallies = {key: tally for key, tally in self._tallies.items() if key[3] != target}
+    def drop(self, label: str, name: str) -> None:
+        """``name`` left, a target, a worker or a tenant: its series go too."""
         for value in vars(self).values():
-            if isinstance(value, Counter) and "target" in value.labels:
-                value.drop(value.labels.index("target"), target)
+            if isinstance(value, Counter | Histogram) and label in value.labels:
+                value.drop(value.labels.index(label), name)
+        if label in TALLIED:
+            at = TALLIED.index(label)
+            self._tallies = {key: tally for key, tally in self._tallies.items() if key[at] != name}

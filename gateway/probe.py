@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from gateway.disagg import BOOTSTRAP_PORT, mooncake
-from gateway.engines import Answer, Engine, all_engines
+from gateway.engines import Answer, Counts, Engine, all_engines
 from gateway.errors import Malformed, NoConnection, Refused, Stalled, Unresolved, WorkerFault
 from gateway.fleet import FALL, Fleet
 from gateway.http.upstream import OURS
@@ -25,6 +25,8 @@ log = logging.getLogger("warmroute")
 ANSWER = 25.0
 """Seconds that a probe may take: SGLang's own health check waits for 20."""
 BRIEF = aiohttp.ClientTimeout(total=5)
+SELDOM = 5
+"""Of so many looks at a worker's load one is at what it counts, where that is told elsewhere."""
 LARGEST = 8 * 1024 * 1024
 """Bytes of an answer that are read."""
 
@@ -37,6 +39,7 @@ class Probe:
         fleet: Fleet,
         described: Callable[[Worker], None] = lambda worker: None,
         heard: Callable[[Worker], float] = lambda worker: 0.0,
+        counted: Callable[[Worker, int, int], None] = lambda worker, prompt, cached: None,
         *,
         health_seconds: float = 5.0,
         load_seconds: float = 2.0,
@@ -47,6 +50,8 @@ class Probe:
         """Told after a worker's facts were read."""
         self.heard = heard
         """When a byte of an answer last came from a worker."""
+        self.counted = counted
+        """Told of prompt tokens, and of those found in its cache, that a worker has counted since it was asked before."""
         self.health_seconds = health_seconds
         self.load_seconds = load_seconds
         self.join_seconds = join_seconds
@@ -152,15 +157,19 @@ class Probe:
                         break
                     body += more
                 return Answer(response.status, body)
-        except TimeoutError:
+        except TimeoutError as error:
+            unwind(error)
             raise Stalled("a probe got no answer in time") from None
-        except aiohttp.ClientConnectorDNSError:
+        except aiohttp.ClientConnectorDNSError as error:
+            unwind(error)
             raise Unresolved("the name has no address") from None
         except aiohttp.ClientConnectorError as error:
+            unwind(error)
             if error.os_error.errno in OURS:
                 raise NoConnection(f"no probe can be made from here: {error.os_error.strerror}") from None
             raise Refused(f"a probe could not connect: {error.os_error.strerror or error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            unwind(error)
             raise Malformed(f"a probe failed: {error or type(error).__name__}") from None
 
     async def tells_cached(self, worker: Worker) -> bool | None:
@@ -347,6 +356,8 @@ class Probe:
 
     async def _watch_load(self, worker: Worker) -> None:
         pause = self.load_seconds
+        before_counts: Counts | None = None
+        looks = 0
         while True:
             await asyncio.sleep(pause)
             pause = self.load_seconds
@@ -357,8 +368,18 @@ class Probe:
                 return
             waiting = [target.running - int(target.busy - target.foreign) for target in worker.targets]
             before = [target.running for target in worker.targets]
+            seen: dict[str, Answer] = {}
+
+            async def ask(path: str, seen: dict[str, Answer] = seen) -> Answer:
+                if path not in seen:
+                    seen[path] = await self.ask(worker, path)
+                return seen[path]
+
             try:
-                loads = await engine.load(lambda path: self.ask(worker, path))
+                loads = await engine.load(ask)
+                if seen.keys() & {"/metrics"} or looks % SELDOM == 0:
+                    before_counts = self._count(worker, before_counts, await engine.counts(ask))
+                looks += 1
             except (WorkerFault, NoConnection):
                 continue
             except Exception:
@@ -370,3 +391,22 @@ class Probe:
             for target, load, ours, running in zip(worker.targets, loads, waiting, before, strict=False):
                 load.taken = self.fleet.clock()
                 self.fleet.report(target, load, max(0, ours), max(running, target.running))
+
+    def _count(self, worker: Worker, before: Counts | None, now: Counts | None) -> Counts | None:
+        """Tell what came in between; returns what the next are compared with."""
+        if before is not None and now is not None:
+            prompt, cached = now.prompt - before.prompt, now.cached - before.cached
+            if worker.role is Role.DECODE:
+                cached -= now.brought - before.brought
+            # Fewer than before: it started anew.
+            if prompt >= 0 and now.cached >= before.cached:
+                self.counted(worker, prompt, max(0, cached))
+        return now
+
+
+def unwind(error: BaseException) -> None:
+    """Let go of the frames that it came through: the HTTP client's keep their error, and it them, with all of a connection."""
+    at: BaseException | None = error
+    while at is not None:
+        at.__traceback__ = None
+        at = at.__cause__ or at.__context__

@@ -69,6 +69,8 @@ CHURN = 0.5
 """Share of a cache that is evicted within that time when it is too small for its sessions."""
 CLOSING = 10.0
 """Seconds that engines may take to hear of the ends of all sessions when the gateway stops."""
+REMEMBERED = 8
+"""The part of the index, one in so many, for prompts that nobody holds any more: they tell the ceiling."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -87,13 +89,15 @@ class Running:
         """Of the authorities'."""
         limits_in, limits_out = make_limits(config)
         most = config.index.max_bytes
-        self.index = PrefixIndex(RadixIndex(most), BlockIndex(most), self._moved)
+        self.index = PrefixIndex(RadixIndex(most, remember=most // REMEMBERED), BlockIndex(most), self._moved)
         self.metrics = Metrics()
         told = config.auth.jwt
         self.key_set = None if told is None else KeySet(told.jwks, told.refresh, self.metrics)
         """Of whoever issues tokens."""
         self.pool: Pool | None = None
         self._asked = 0
+        self._parting: set[str] = set()
+        """Tenants that are not configured any more, some of whose requests may run."""
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
         self.keeper: Keeper | None = None
         store = make_store(config)
@@ -136,6 +140,7 @@ class Running:
             self.fleet,
             self._described,
             self.gateway.accounts.heard,
+            self._counted,
             health_seconds=config.probes.health,
             load_seconds=config.probes.load,
             join_seconds=config.probes.join,
@@ -285,6 +290,8 @@ class Running:
         """Follow ``config`` from here on, workers excepted."""
         self.config = config
         limits_in, limits_out = make_limits(config)
+        before, after = ({tenant.name for tenant in each.all()} for each in (self.gateway.tenants, tenants))
+        self._parting = (self._parting | before) - after
         tenants.guesses.a_minute = config.auth.failures_per_minute
         self.gateway.reconfigure(
             tenants=tenants,
@@ -304,7 +311,8 @@ class Running:
         self.gateway.modes = {name: mode for name, mode in self.gateway.modes.items() if name in kept}
         told = config.sessions
         self.sessions.reconfigure(told.max, told.idle, told.headers, told.fields, told.cookie)
-        self.index.radix.max_bytes = self.index.blocks.max_bytes = config.index.max_bytes
+        most = self.index.radix.max_bytes = self.index.blocks.max_bytes = config.index.max_bytes
+        self.index.radix.remember = most // REMEMBERED
         self.gateway.pairs.lease, self.gateway.pairs.keep = config.disaggregation.lease, config.disaggregation.keep
         probes, probe = config.probes, self.probe
         probe.health_seconds, probe.load_seconds, probe.join_seconds = probes.health, probes.load, probes.join
@@ -355,11 +363,20 @@ class Running:
                 self.reloading.listed.sweep(now)
                 self.admin.sweep()
                 self._foresee(now)
+                self._part()
                 if now >= self._observe_at:
                     self._observe_at = now + OBSERVE
                     self._observe()
             except Exception:
                 self.gateway.defect("upkeep")
+
+    def _part(self) -> None:
+        """Tenants that are not configured any more have no series, once the last of their requests ended."""
+        if self._parting:
+            busy = {exchange.ask.tenant.name for exchange in self.gateway.exchanges}
+            for name in self._parting - busy:
+                self.metrics.drop("tenant", name)
+            self._parting &= busy
 
     def _foresee(self, now: float) -> None:
         """Say it before a cache is too small for the sessions that will return to it."""
@@ -409,7 +426,13 @@ class Running:
             self.index.remove(target.id)
             self._evicted.pop(target.id, None)
         for name in names:
-            self.metrics.drop_target(name)
+            self.metrics.drop("target", name)
+        self.metrics.drop("worker", worker.id)
+
+    def _counted(self, worker: Worker, prompt: int, cached: int) -> None:
+        if worker.id in self.fleet.workers:
+            self.metrics.engine_prompt_tokens.add((worker.id,), prompt)
+            self.metrics.engine_cached_tokens.add((worker.id,), cached)
 
     def _make_modes(self) -> dict[str, Mode]:
         """How token ids are made, for models that have a tokenizer. Raises `ConfigError` for a file that is none."""

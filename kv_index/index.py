@@ -152,6 +152,8 @@ class Found(NamedTuple):
     """target -> leading pages, by what was routed there."""
     exact: Mapping[int, int]
     """The same as ``tokens``, by events alone."""
+    seen: int
+    """Leading tokens that some prompt before had, whether anybody holds them still or not."""
 
 
 class PrefixIndex:
@@ -191,13 +193,14 @@ class PrefixIndex:
 
         ``events``: whether engines tell all that keeps its cache apart, so that their events can be compared with it.
         """
-        depths = self.radix.match(namespace, symbols).depths
+        _, depths, pages_seen = self.radix.match(namespace, symbols)
+        seen = pages_seen * PAGE_TOKENS
         tokens = {target: pages * PAGE_TOKENS for target, pages in depths.items()}
         for target in [target for target in self.low if target in tokens]:
             if not self.believed(target, home):
                 del tokens[target]
         if not events or not any(trust.fed for trust in self.trust.values()):
-            return Found(tokens, {}, depths, {})
+            return Found(tokens, {}, depths, {}, seen)
         held = self.blocks.match(symbols, ids, start)
         flying = self._flying.match(namespace, symbols).depths
         for target, trust in self.trust.items():
@@ -214,7 +217,7 @@ class PrefixIndex:
         restored = {
             target: parts for target, parts in held.restored.items() if tokens.get(target) == held.tokens[target]
         }
-        return Found(tokens, restored, depths, held.tokens)
+        return Found(tokens, restored, depths, held.tokens, seen)
 
     def believed(self, target: int, home: int | None) -> bool:
         """Whether what was routed to ``target`` counts for a request whose session is at home at ``home``."""

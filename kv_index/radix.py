@@ -12,10 +12,14 @@ two cheap moves on which everything rests:
   children is held by it. Each target has a heap of its leaves. The heap is lazy: an entry whose time is no longer the
   node's is pushed again when it surfaces, so using a prefix never touches the heap.
 
+What nobody holds any more may be remembered for a while (``remember``): such nodes have no holders, stay where they are,
+and tell how much of a prompt was ever seen, which is what one cache without bounds would have found.
+
 Sizes are in pages; the caller converts tokens. Bounds: pages for each target (its engine's capacity), bytes for the
-whole index.
+whole index, and of those for what is only remembered.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
@@ -43,6 +47,8 @@ class Match(NamedTuple):
     """Full pages of the prompt."""
     depths: dict[int, int]
     """target -> leading pages that it is believed to hold; targets that hold none are absent."""
+    seen: int
+    """Leading pages that some prompt before had, whether anybody holds them still or not."""
 
 
 class Node:
@@ -88,15 +94,22 @@ class _Target:
 class RadixIndex:
     """Predicted holdings of all targets; see the module's head."""
 
-    def __init__(self, max_bytes: int = 512 * 1024 * 1024) -> None:
+    def __init__(self, max_bytes: int = 512 * 1024 * 1024, remember: int = 0) -> None:
+        """``remember``: bytes, of ``max_bytes``, for what nobody holds any more."""
         if max_bytes <= 0:
             raise ValueError("max_bytes must be positive")
+        if remember < 0:
+            raise ValueError("remember must not be negative")
         self.max_bytes = max_bytes
+        self.remember = remember
         self.bytes = 0
+        self.remembered_bytes = 0
         self.evicted_pages = 0
         """Pages forgotten to respect a capacity or the bound, over all targets, since the start."""
         self._roots: dict[bytes, _Root] = {}
         self._targets: dict[int, _Target] = {}
+        self._remembered: OrderedDict[Node, None] = OrderedDict()
+        """Nodes without holders, those that lost their last one first in front."""
         self._serial = 0
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -125,7 +138,7 @@ class RadixIndex:
             else:
                 depths.update(dict.fromkeys(held, at // SYMBOL))
             node = child
-        return Match(total, depths)
+        return Match(total, depths, at // SYMBOL)
 
     def pages(self, target: int) -> int:
         """Pages that ``target`` is believed to hold."""
@@ -168,6 +181,7 @@ class RadixIndex:
         state = self._targets.setdefault(target, _Target())
         state.capacity = pages
         self._fit(target, state)
+        self._bound()
 
     def insert(self, namespace: bytes, symbols: bytes, target: int, now: float) -> Node:
         """``target`` is about to hold all of ``symbols`` and uses them at ``now`` (seconds, never going back).
@@ -188,8 +202,9 @@ class RadixIndex:
         while at < end:
             child = node.children.get(symbols[at : at + SYMBOL]) if node.children else None
             if child is None:
-                node = self._grow(node, symbols[at:], target, now)
-                fresh = False
+                grown = self._grow(node, symbols[at:], target, now)
+                fresh = fresh and grown is node
+                node = grown
                 break
             edge = child.edge
             if not symbols.startswith(edge, at):
@@ -209,8 +224,7 @@ class RadixIndex:
             self._push(node, target, now)
         if state.capacity is not None and state.pages > state.capacity:
             self._fit(target, state, node)
-        if self.bytes > self.max_bytes:
-            self._shrink()
+        self._bound()
         return node
 
     def pin(self, place: Node, target: int) -> None:
@@ -257,6 +271,7 @@ class RadixIndex:
                     node = self._split(child, limit - at)
                 self._strip(child, target)
                 self._became_leaf(node, target)
+                self._bound()
                 return
             if not symbols.startswith(child.edge, at):
                 return
@@ -273,6 +288,7 @@ class RadixIndex:
                 parent = node.parent
                 self._take(node, target, state)
                 node = parent
+        self._bound()
 
     def clear(self, target: int) -> None:
         """Forget what ``target`` holds but keep its capacity."""
@@ -317,11 +333,17 @@ class RadixIndex:
         node.parent = upper
         upper.children = {node.edge[:SYMBOL]: node}
         upper.held = node.held.copy()
-        upper.below = dict.fromkeys(node.held, 1)
+        upper.below = dict.fromkeys(node.held, 1) or None
         self.bytes += NODE_BYTES + HOLDER_BYTES * len(upper.held)
+        if not node.held:
+            self._remembered[upper] = None
+            self.remembered_bytes += NODE_BYTES
         return upper
 
     def _give(self, node: Node, target: int, now: float) -> None:
+        if not node.held and node in self._remembered:
+            del self._remembered[node]
+            self.remembered_bytes -= NODE_BYTES + len(node.edge)
         node.held[target] = now
         self._targets[target].pages += len(node.edge) // SYMBOL
         self.bytes += HOLDER_BYTES
@@ -345,7 +367,12 @@ class RadixIndex:
         assert parent is not None
         if parent.below is not None:
             parent.below = _less(parent.below, target)
-        self._tidy(node)
+        if not node.held and self.remember:
+            self._remembered[node] = None
+            self.remembered_bytes += NODE_BYTES + len(node.edge)
+            self._join_only(node)
+        else:
+            self._tidy(node)
 
     def _tidy(self, node: Node) -> None:
         """Give back nodes that nobody holds, and join a node with its only child when the same targets hold both."""
@@ -360,6 +387,9 @@ class RadixIndex:
             if isinstance(node, _Root) and not node.children and self._roots.pop(node.namespace, None) is not None:
                 self.bytes -= NODE_BYTES
             return
+        self._join_only(node)
+
+    def _join_only(self, node: Node) -> None:
         if node.children and len(node.children) == 1:
             (child,) = node.children.values()
             if child.held.keys() == node.held.keys() and not node.pins and not node.references:
@@ -373,6 +403,9 @@ class RadixIndex:
         child.parent = parent
         parent.children[child.edge[:SYMBOL]] = child
         self.bytes -= NODE_BYTES + HOLDER_BYTES * len(node.held)
+        if not node.held:
+            del self._remembered[node]
+            self.remembered_bytes -= NODE_BYTES
         node.parent, node.children, node.held, node.below = None, None, {}, None
 
     def _strip(self, node: Node, target: int) -> None:
@@ -473,7 +506,7 @@ class RadixIndex:
     def _trim(self, node: Node, target: int, state: _Target, cut: int) -> None:
         """Take the last ``cut`` pages of a leaf's edge from ``target``."""
         keep = len(node.edge) - cut * SYMBOL
-        if len(node.held) == 1 and not node.children:
+        if len(node.held) == 1 and not node.children and not self.remember:
             node.edge = node.edge[:keep]
             state.pages -= cut
             self.bytes -= cut * SYMBOL
@@ -483,19 +516,49 @@ class RadixIndex:
         self._take(node, target, state)
         self._became_leaf(upper, target)
 
+    def _bound(self) -> None:
+        if self.remembered_bytes > self.remember:
+            self._drop(self.remembered_bytes - self.remember)
+        if self.bytes > self.max_bytes:
+            self._shrink()
+
+    def _drop(self, excess: int) -> None:
+        """Remember ``excess`` bytes less, or nothing."""
+        aim = self.remembered_bytes - excess
+        while self.remembered_bytes > aim and self._remembered:
+            node, _ = self._remembered.popitem(last=False)
+            if node.children:
+                # What is below it goes first.
+                self._remembered[node] = None
+                continue
+            parent = node.parent
+            assert parent is not None and parent.children is not None
+            del parent.children[node.edge[:SYMBOL]]
+            node.parent = None
+            self.bytes -= NODE_BYTES + len(node.edge)
+            self.remembered_bytes -= NODE_BYTES + len(node.edge)
+            if parent.held or parent.parent is None:
+                self._tidy(parent)
+            else:
+                self._join_only(parent)
+
     def _shrink(self) -> None:
-        """Bring the whole index under its bound, taking from whoever holds most, a little more than needed."""
+        """Bring the whole index under its bound: what is only remembered goes first, then some of whoever holds most, a little
+        more than needed."""
         aim = self.max_bytes - self.max_bytes // 64
+        self._drop(self.bytes - aim)
         while self.bytes > aim and self._targets:
             gone = 0
             ranked = sorted(self._targets.items(), key=lambda item: -item[1].pages)
             for target, state in ranked:
                 gone += self._evict(target, state, max(state.pages // 16, TRIM))
+                self._drop(self.remembered_bytes)
                 if self.bytes <= aim:
                     return
             if not gone:
                 # Only pinned prompts are left: the bound comes before what they would tell.
                 self.clear(ranked[0][0])
+                self._drop(self.remembered_bytes)
                 if not ranked[0][1].pages:
                     return
 
@@ -514,14 +577,16 @@ class RadixIndex:
     def check(self) -> None:
         """Verify every invariant; raises AssertionError naming the first that does not hold. Costs the whole index."""
         pages = dict.fromkeys(self._targets, 0)
-        size = 0
+        size = remembered = 0
         for _, node in self.nodes():
             size += NODE_BYTES + len(node.edge) + HOLDER_BYTES * len(node.held)
             if node.parent is None:
                 assert not node.held and not node.edge, "a root holds nothing"
                 assert node.children, "an empty namespace is given back"
             else:
-                assert node.held, "a node that nobody holds is given back"
+                if not node.held:
+                    assert node in self._remembered, "a node that nobody holds is remembered or given back"
+                    remembered += NODE_BYTES + len(node.edge)
                 assert node.edge and len(node.edge) % SYMBOL == 0, "an edge is whole symbols"
             for first, child in (node.children or {}).items():
                 assert child.parent is node and child.edge[:SYMBOL] == first, "children hang where they say"
@@ -539,6 +604,8 @@ class RadixIndex:
         for target, state in self._targets.items():
             assert state.pages == pages[target], "pages are counted"
         assert size == self.bytes, "bytes are counted"
+        assert remembered == self.remembered_bytes <= self.remember, "what is remembered is counted, and bounded"
+        assert all(not node.held and node.parent is not None for node in self._remembered), "only what nobody holds is"
 
 
 def _common(edge: bytes, symbols: bytes, at: int) -> int:

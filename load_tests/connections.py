@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--active", type=int, default=2000, metavar="M", help="slow streams beside them")
     parser.add_argument("--json", action="store_true", help="for scripts")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         found = uvloop.run(everything(options.idle, options.active))
     except PlaceError as error:

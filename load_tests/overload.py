@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--times must be more than {INTERACTIVE}: interactive requests alone are as much")
     if options.seconds <= 0:
         parser.error("--seconds must be more than 0")
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         found = uvloop.run(overload(options.times, options.seconds))
     except PlaceError as error:

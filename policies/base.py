@@ -7,9 +7,10 @@ keyword arguments.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
@@ -328,7 +329,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Policy:
             raise UnknownPolicy(f"no policy is called {name!r}; there are: {', '.join(names())}")
         kind = points[0].load()
     options = dict(options or {})
-    parameters = signature(kind).parameters
+    parameters = _parameters(kind)
     for option in options:
         if option not in parameters:
             known = ", ".join(parameters) or "none"
@@ -340,6 +341,12 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     if not isinstance(policy, Policy):
         raise UnknownPolicy(f"{name} is not a policy: it lacks a name, a need or a method")
     return policy
+
+
+@lru_cache(maxsize=64)
+def _parameters(kind: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """What ``kind`` takes. Finding that out makes classes that only the garbage collector takes away again."""
+    return signature(kind).parameters
 
 
 def inner(policy: str, option: str, told: str | Mapping[str, Any] | None) -> Policy:

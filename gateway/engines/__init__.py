@@ -1,8 +1,8 @@
 """What each kind of engine says of itself and how. One engine a file.
 
 An engine is an object called ``ENGINE`` in a module of this package. ``read`` asks a worker for its facts and answers
-``None`` when the worker is not of its kind; ``load`` reads its load. Both get `Ask`, which never raises for a status: a path
-that is not there is an answer too. What an engine does not say stays ``None``.
+``None`` when the worker is not of its kind; ``load`` reads its load, ``counts`` what it counts of its cache. All get `Ask`,
+which never raises for a status: a path that is not there is an answer too. What an engine does not say stays ``None``.
 """
 
 import re
@@ -32,6 +32,16 @@ class Answer(NamedTuple):
             return None
 
 
+class Counts(NamedTuple):
+    """What a worker counted of its prefix cache since it started, in tokens, all ranks together."""
+
+    prompt: int
+    cached: int
+    """Found on the device or below it."""
+    brought: int = 0
+    """Of those, what may have been sent by another worker: on one that decodes for others that is no hit."""
+
+
 Ask = Callable[[str], Awaitable[Answer]]
 """GET a path of the worker. Raises `gateway.errors.WorkerFault` if there is no answer."""
 
@@ -51,6 +61,10 @@ class Engine(Protocol):
 
     async def load(self, ask: Ask) -> list[Load] | None:
         """Its load, a report for each rank; ``None`` if it does not tell."""
+        ...
+
+    async def counts(self, ask: Ask) -> Counts | None:
+        """What it counts of its cache; ``None`` if it does not tell."""
         ...
 
 
@@ -116,6 +130,12 @@ def label(labels: str, name: str) -> str | None:
     """The value of one label in a label text."""
     match = re.search(rf'(?:^|,)\s*{re.escape(name)}="((?:[^"\\]|\\.)*)"', labels)
     return match[1] if match else None
+
+
+def summed(text: bytes, name: str) -> int | None:
+    """One counter over all its labels; ``None`` if it is not there."""
+    values = gauge(text, name).values()
+    return whole(sum(values)) if values else None
 
 
 def by_rank(text: bytes, name: str, rank_label: str) -> dict[int, float]:

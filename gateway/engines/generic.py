@@ -1,6 +1,6 @@
 """Any OpenAI-compatible server."""
 
-from gateway.engines import Ask, served_models
+from gateway.engines import Ask, Counts, served_models
 from gateway.workers import Facts, Load
 
 
@@ -23,6 +23,10 @@ class Generic:
         return facts
 
     async def load(self, ask: Ask) -> list[Load] | None:
+        """Not told."""
+        return None
+
+    async def counts(self, ask: Ask) -> Counts | None:
         """Not told."""
         return None
 

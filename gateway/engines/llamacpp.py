@@ -1,6 +1,6 @@
 """llama.cpp's server."""
 
-from gateway.engines import Ask, gauge, owner, served_models, whole
+from gateway.engines import Ask, Counts, gauge, owner, served_models, whole
 from gateway.workers import Facts, Load
 
 
@@ -46,6 +46,10 @@ class LlamaCpp:
         if running is None:
             return None
         return [Load(whole(running), whole(waiting), None)]
+
+    async def counts(self, ask: Ask) -> Counts | None:
+        """Not told: it counts what it computed."""
+        return None
 
 
 ENGINE = LlamaCpp()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gateway.disagg import BOOTSTRAP_PORT
-from gateway.engines import Ask, served_models, whole
+from gateway.engines import Ask, Counts, served_models, summed, whole
 from gateway.workers import EventSource, Facts, Load, ServedModel
 
 RANKS = 1024
@@ -78,6 +78,16 @@ class SGLang:
             Load(whole(row.get("num_running_reqs")), whole(row.get("num_waiting_reqs")), _share(row.get("token_usage")))
             for row in rows
         ]
+
+    async def counts(self, ask: Ask) -> Counts | None:
+        """From ``/metrics``, which the server must be started with."""
+        metrics = await ask("/metrics")
+        if metrics.status != 200:
+            return None
+        prompt = summed(metrics.body, "sglang:prompt_tokens_total")
+        # It appears with the first hit.
+        cached = summed(metrics.body, "sglang:cached_tokens_total") or 0
+        return None if prompt is None else Counts(prompt, cached)
 
     async def _loads(self, ask: Ask) -> list[dict[str, Any]]:
         body = (await ask("/v1/loads?include=core")).json()

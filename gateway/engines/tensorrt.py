@@ -1,6 +1,6 @@
 """TensorRT-LLM's OpenAI server."""
 
-from gateway.engines import Ask, owner, served_models, whole
+from gateway.engines import Ask, Counts, owner, served_models, whole
 from gateway.workers import Facts, Load
 
 
@@ -29,6 +29,10 @@ class TensorRT:
 
     async def load(self, ask: Ask) -> list[Load] | None:
         """Not told without taking it from others."""
+        return None
+
+    async def counts(self, ask: Ask) -> Counts | None:
+        """Not told."""
         return None
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.engines import Ask, by_rank, gauge, label, owner, served_models, whole
+from gateway.engines import Ask, Counts, by_rank, gauge, label, owner, served_models, summed, whole
 from gateway.workers import EventSource, Facts, Load
 
 CONNECTORS = ("nixl", "mooncake")
@@ -65,6 +65,18 @@ class VLLM:
             Load(whole(running.get(rank)), whole(waiting.get(rank)), usage.get(rank))
             for rank in range(max(running) + 1)
         ]
+
+    async def counts(self, ask: Ask) -> Counts | None:
+        """Of what is not on the device its connector counts what it brought: from below, or from another worker."""
+        metrics = await ask("/metrics")
+        if metrics.status != 200:
+            return None
+        asked = summed(metrics.body, "vllm:prefix_cache_queries_total")
+        found = summed(metrics.body, "vllm:prefix_cache_hits_total")
+        if asked is None or found is None:
+            return None
+        brought = summed(metrics.body, "vllm:external_prefix_cache_hits_total") or 0
+        return Counts(asked, found + brought, brought)
 
 
 def _sources(told: Any) -> list[EventSource]:

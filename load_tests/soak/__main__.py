@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 < options.minutes <= 24 * 60:
         parser.error("--minutes must be more than 0, at most a day")
     # As Ctrl-C does: what was started is ended in order.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     plan = Plan(options.minutes * 60, engines=options.engines, seed=options.seed)
     try:
         soaked = uvloop.run(soak(plan))

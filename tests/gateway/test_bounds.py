@@ -21,6 +21,8 @@ from gateway.http.upstream import Outbound, Pool
 from gateway.http.wire import MEMO
 from gateway.prompt import Thinking
 from gateway.run import Running
+from gateway.workers import WorkerSpec
+from policies.base import load
 from tests.gateway.conftest import Begin, StartScripted
 from tests.gateway.scripted import EVENTS, Seen, chunk, ok
 from tests.gateway.talk import CHAT, Raw, admin, chat, once, request, settled, until
@@ -456,3 +458,37 @@ async def test_connections_that_are_refused_are_freed_at_once() -> None:
             await until(lambda: kept() <= before)
         finally:
             gc.enable()
+
+
+async def test_probes_that_are_refused_and_policies_that_are_made_again_leave_nothing(
+    gateway: Begin, scripted: StartScripted
+) -> None:
+    running = await gateway(await scripted())
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        url = f"http://127.0.0.1:{there.getsockname()[1]}"
+    worker = running.add_worker(WorkerSpec(url=url))
+
+    async def refused() -> None:
+        with contextlib.suppress(Refused):
+            await running.probe.ask(worker, "/health")
+
+    def errors() -> int:
+        return sum(type(each) is ConnectionRefusedError for each in gc.get_objects())
+
+    def types() -> int:
+        return sum(type(each) is type for each in gc.get_objects())
+
+    await refused()
+    load("round_robin")
+    gc.collect()
+    gc.disable()
+    try:
+        before = errors(), types()
+        for _ in range(5):
+            await refused()
+            load("round_robin")
+        # One may be the gateway's own probe, on its way just now.
+        assert errors() <= before[0] + 1
+        assert types() == before[1]
+    finally:
+        gc.enable()

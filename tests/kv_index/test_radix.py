@@ -7,7 +7,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_index.pages import SYMBOL
-from kv_index.radix import RadixIndex
+from kv_index.radix import NODE_BYTES, RadixIndex
 
 TARGETS = st.integers(0, 3)
 NAMESPACES = st.sampled_from([b"a", b"b"])
@@ -23,9 +23,16 @@ class Unbounded(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = RadixIndex()
+        self.index = self.empty()
+        self.ever: set[tuple[bytes, tuple[int, ...]]] = set()
         self.model: dict[int, set[tuple[bytes, tuple[int, ...]]]] = {}
         self.now = 0.0
+
+    def empty(self):
+        return RadixIndex()
+
+    def seen(self, namespace, prompt, depths):
+        return max(depths.values(), default=0)
 
     @rule(namespace=NAMESPACES, prompt=PROMPTS, engine=TARGETS)
     def insert(self, namespace, prompt, engine):
@@ -33,6 +40,7 @@ class Unbounded(RuleBasedStateMachine):
         self.index.insert(namespace, symbols(prompt), engine, self.now)
         held = self.model.setdefault(engine, set())
         held.update((namespace, prompt[:n]) for n in range(1, len(prompt) + 1))
+        self.ever |= held
 
     @rule(namespace=NAMESPACES, prompt=PROMPTS, engine=TARGETS, keep=st.integers(0, 40))
     def forget(self, namespace, prompt, engine, keep):
@@ -62,6 +70,7 @@ class Unbounded(RuleBasedStateMachine):
                 expected[target] = depth
         assert match.depths == expected
         assert match.pages == len(prompt)
+        assert match.seen == self.seen(namespace, prompt, expected)
 
     @invariant()
     def sound(self):
@@ -73,15 +82,32 @@ class Unbounded(RuleBasedStateMachine):
         for target in range(4):
             self.index.remove(target)
         self.index.check()
-        assert self.index.bytes == 0, "an index that holds nothing costs nothing"
+        roots = sum(not node.edge for _, node in self.index.nodes())
+        remembered = self.index.remembered_bytes
+        assert self.index.bytes == remembered + (roots * NODE_BYTES if remembered else 0), (
+            "what holds nothing costs nothing"
+        )
+
+
+class Remembering(Unbounded):
+    """The same, and what nobody holds any more was seen all the same."""
+
+    def empty(self):
+        return RadixIndex(remember=1 << 20)
+
+    def seen(self, namespace, prompt, depths):
+        return max((n for n in range(1, len(prompt) + 1) if (namespace, prompt[:n]) in self.ever), default=0)
 
 
 class Bounded(RuleBasedStateMachine):
     """With capacities: never more than was put in, never over the bound, pinned prompts stay."""
 
+    def empty(self):
+        return RadixIndex(max_bytes=100_000)
+
     @initialize(capacity=st.integers(20, 80))
     def start(self, capacity):
-        self.index = RadixIndex(max_bytes=100_000)
+        self.index = self.empty()
         self.capacity = capacity
         self.given: dict[int, set[tuple[int, ...]]] = {}
         self.pinned: list = []
@@ -111,8 +137,11 @@ class Bounded(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS)
     def match(self, prompt):
-        for target, depth in self.index.match(b"", symbols(prompt)).depths.items():
+        match = self.index.match(b"", symbols(prompt))
+        for target, depth in match.depths.items():
             assert prompt[:depth] in self.given[target]
+        assert max(match.depths.values(), default=0) <= match.seen
+        assert not match.seen or any(prompt[: match.seen] in given for given in self.given.values())
 
     @invariant()
     def sound(self):
@@ -127,6 +156,17 @@ class Bounded(RuleBasedStateMachine):
             assert self.index.pages(target) <= self.capacity + slack + 40
 
 
+class BoundedRemembering(Bounded):
+    """The same, with little room for what nobody holds any more."""
+
+    def empty(self):
+        return RadixIndex(max_bytes=40_000, remember=4_000)
+
+
+TestRemembering = Remembering.TestCase
+TestRemembering.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBoundedRemembering = BoundedRemembering.TestCase
+TestBoundedRemembering.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestUnbounded = Unbounded.TestCase
 TestUnbounded.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestBounded = Bounded.TestCase
