@@ -39,6 +39,8 @@ BEHIND = 5
 """Events that a watcher may be behind."""
 HISTORY = 300
 """Points that are kept for charts, one every `gateway.windows.STEP` seconds."""
+EXAMINE = 5.0
+"""Seconds between two looks at what the doctor found."""
 TENANTS = 200
 """Tenants that are told of, those that ask most."""
 MOST_EVENTS = 100_000
@@ -97,6 +99,8 @@ class Live:
         """The tiles of the last event."""
         self._last: dict[str, Any] = {}
         """The rest of it."""
+        self._doctor: dict[str, Any] | None = None
+        self._examine_at = 0.0
         self._ending = False
 
     # -- watchers ---------------------------------------------------------------------------------------------------
@@ -193,10 +197,25 @@ class Live:
             "pressure": gateway.pressure.told(),
             "config": self._running.reloading.told(True),
             "tenants": self._tenants(window),
+            "doctor": self._found(now),
         }
         told["verdict"] = verdict(told, self._told.values())
         self._remember(told, now)
         self._last = told
+
+    def _found(self, now: float) -> dict[str, Any] | None:
+        """What costs most of what the doctor found; ``None``: it is off."""
+        doctor = self._running.gateway.doctor
+        if doctor is not None and now >= self._examine_at:
+            self._examine_at = now + EXAMINE
+            findings = doctor.report()["findings"]
+            worst = max(findings, key=lambda each: each["share_of_hits_lost"] or 0.0, default=None)
+            self._doctor = {
+                "findings": len(findings),
+                "worst": None if worst is None else worst["text"],
+                "share_of_hits_lost": None if worst is None else worst["share_of_hits_lost"],
+            }
+        return self._doctor if doctor is not None else None
 
     def _queue(self) -> dict[str, Any]:
         admission = self._running.gateway.admission

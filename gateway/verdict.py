@@ -12,6 +12,8 @@ GAP = 0.1
 """Of the prompts' tokens, by which reports may fall behind what was predicted."""
 LOST = 0.15
 """Of the prompts' tokens, that may be lost to routing or to eviction before that is said."""
+BROKEN = 0.05
+"""Of a tenant's hits, that one break of its prompts may cost."""
 SPOKEN = 5000
 """Prompt tokens below which a window's hit rate says nothing."""
 FAILED = 0.02
@@ -71,6 +73,9 @@ def _traffic(told: Mapping[str, Any]) -> Iterable[Line]:
     requests = told["requests"]
     if requests["window"] >= 20 and requests["failed"] > FAILED * requests["window"]:
         yield "bad", f"{_percent(requests['failed'] / requests['window'])} of the requests of the last minute failed"
+    doctor = told["doctor"]
+    if doctor is not None and (doctor["share_of_hits_lost"] or 0.0) > BROKEN:
+        yield "warn", f"The doctor found: {doctor['worst']}"
     hits = told["hits"]
     if hits["prompt_tokens"] < SPOKEN:
         return

@@ -66,6 +66,8 @@ class Windows:
             "cached": Total(metrics.cached_tokens),
             "expected_prompt": Total(metrics.predicted_prompt_tokens),
             "expected": Total(metrics.predicted_tokens),
+            "best": Total(metrics.best_tokens),
+            "ceiling": Total(metrics.ceiling_tokens),
             "completion": Total(metrics.completion_tokens),
         }
         self._marks: deque[Mark] = deque()
@@ -100,8 +102,8 @@ class Windows:
         return now.at - before.at
 
     def hits(self) -> dict[str, Any]:
-        """Shares of the prompts' tokens: found in caches, by report and as predicted, and what stood in the way of more.
-        ``None``: nothing is known of that."""
+        """Shares of the prompts' tokens: found in caches, by report and as predicted; what the target had that held most, and
+        what a cache without bounds would have had. ``None``: nothing is known of that."""
         before, now = self._ends()
         moved = {name: value - before.tokens[name] for name, value in now.tokens.items()}
         prompt, expected = moved["prompt"], moved["expected_prompt"]
@@ -111,8 +113,8 @@ class Windows:
             "completion_tokens": round(moved["completion"]),
             "rate": _share(moved["cached"], prompt),
             "predicted": _share(moved["expected"], expected),
-            "best": _share(moved.get("best"), expected),
-            "ceiling": _share(moved.get("ceiling"), expected),
+            "best": _share(moved["best"], expected),
+            "ceiling": _share(moved["ceiling"], expected),
         }
 
     def ttft(self) -> dict[str, Any]:
@@ -124,7 +126,8 @@ class Windows:
         by_hit = {}
         for hit, row in now.ttft.items():
             base = before.ttft.get(hit)
-            counts = [row[at] - (base[at] if base is not None else 0.0) for at in range(len(bounds) + 1)]
+            # Series of tenants that left are gone, and what they counted with them.
+            counts = [max(0.0, row[at] - (base[at] if base is not None else 0.0)) for at in range(len(bounds) + 1)]
             every = [one + other for one, other in zip(every, counts, strict=True)]
             if sum(counts) > 0:
                 by_hit[hit] = _quantiles(bounds, counts)
@@ -142,7 +145,7 @@ class Windows:
         found = {}
         for name, counts in now.tenants.items():
             base = before.tenants.get(name, (0.0, 0.0, 0.0))
-            requests, failed, refused = (round(one - other) for one, other in zip(counts, base, strict=True))
+            requests, failed, refused = (max(0, round(one - other)) for one, other in zip(counts, base, strict=True))
             found[name] = {"requests": requests, "failed": failed, "refused": refused}
         return found
 
@@ -174,10 +177,10 @@ def _by_reason(decisions: Counter) -> dict[str, float]:
 
 def _by_hit(histogram: Histogram) -> dict[str, list[float]]:
     """Its rows, summed for each part of the prompt that was found."""
-    place = histogram.labels.index("hit") if "hit" in histogram.labels else None
+    place = histogram.labels.index("hit")
     found: dict[str, list[float]] = {}
     for labels, row in histogram.values.items():
-        hit = "unknown" if place is None else labels[place]
+        hit = labels[place]
         sums = found.get(hit)
         found[hit] = list(row) if sums is None else [one + other for one, other in zip(sums, row, strict=True)]
     return found
@@ -196,8 +199,8 @@ def _by_tenant(metrics: Metrics) -> dict[str, list[float]]:
     return found
 
 
-def _share(part: float | None, whole: float) -> float | None:
-    return None if part is None or whole <= 0 else round(part / whole, 4)
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole > 0 else None
 
 
 def _ms(seconds: float) -> float:

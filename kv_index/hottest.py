@@ -2,7 +2,7 @@
 
 The index may have millions of nodes, so it is walked best first and within a budget: next is always the node below which
 most could be shared, its depth times its children. What was not walked is still counted, as the least that it can be: each
-child of a node is a prompt at least.
+child of a node is a prompt at least. Prompts that nobody holds any more count while the index remembers them.
 """
 
 from collections.abc import Collection, Iterator
@@ -32,7 +32,7 @@ class Prefix:
     used: float
     """When it, or what goes on from it, was last used."""
     below: int = 0
-    """Prompts that go on from it, at least."""
+    """Prompts that go on from it, held or remembered, at least."""
     whole: bool = True
     """Whether those are all."""
     children: list["Prefix"] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _Place:
 def hottest(index: RadixIndex, budget: int, most: int, without: Collection[int] = ()) -> Hottest:
     """The ``most`` hottest prefixes, by walking ``budget`` nodes at most. Changes nothing.
 
-    ``without``: targets of which nothing is believed; a prefix that only they hold is left out.
+    ``without``: targets of which nothing is believed; a prefix that nobody else holds is left out.
     """
     if budget <= 0 or most <= 0:
         raise ValueError("budget and most must be positive")

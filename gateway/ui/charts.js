@@ -3,28 +3,33 @@
 import { el, ms, percent, put, svg } from "/ui/dom.js";
 
 const WIDE = 720, HIGH = 190, LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 22;
-const MINUTES = 10;
+const SPANS = [1, 2, 5, 10];
 
-// Shares over the last ten minutes. series: [{name, kind, read(point)}]; the first is filled.
+// Shares over the last minutes, ten at most. series: [{name, kind, read(point)}]; the first is filled.
 export function shares(place, points, series) {
   const end = points.length ? points[points.length - 1].time : Date.now() / 1000;
-  const x = (time) => WIDE - RIGHT - ((end - time) / (MINUTES * 60)) * (WIDE - LEFT - RIGHT);
+  const minutes = SPANS.find((each) => !points.length || end - points[0].time <= each * 60) ?? SPANS[SPANS.length - 1];
+  const x = (time) => WIDE - RIGHT - ((end - time) / (minutes * 60)) * (WIDE - LEFT - RIGHT);
   const y = (share) => TOP + (1 - Math.max(0, Math.min(1, share))) * (HIGH - TOP - BOTTOM);
-  const shown = points.filter((point) => end - point.time <= MINUTES * 60);
+  const shown = points.filter((point) => end - point.time <= minutes * 60);
   const drawn = series.flatMap((each, place) => lines(shown, each, x, y, place === 0));
   const words = series.map((each) => `${each.name} ${percent(shown.length ? each.read(shown[shown.length - 1]) : null)}`);
-  put(place, svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": words.join(", ") }, grid(x, y, end), drawn),
+  put(place, svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": words.join(", ") }, grid(x, y, end, minutes), drawn),
     el("ul", { class: "legend" }, series.map((each, n) => el("li", {}, el("i", { class: `line ${each.kind}` }), words[n]))));
 }
 
-function grid(x, y, end) {
+function grid(x, y, end, minutes) {
   const rows = [0, 0.25, 0.5, 0.75, 1].map((share) => svg("g", { class: "grid" },
     svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: y(share), y2: y(share) }),
     svg("text", { x: LEFT - 6, y: y(share) + 4, "text-anchor": "end" }, percent(share))));
-  const columns = [10, 8, 6, 4, 2, 0].map((minutes) => svg("text", {
-    x: x(end - minutes * 60), y: HIGH - 5, class: "grid", "text-anchor": minutes === 10 ? "start" : minutes ? "middle" : "end",
-  }, minutes ? `${minutes} min` : "now"));
+  const columns = [1, 0.8, 0.6, 0.4, 0.2, 0].map((part) => svg("text", {
+    x: x(end - part * minutes * 60), y: HIGH - 5, class: "grid", "text-anchor": part === 1 ? "start" : part ? "middle" : "end",
+  }, part ? ago(part * minutes) : "now"));
   return [...rows, ...columns];
+}
+
+function ago(minutes) {
+  return minutes < 1 || minutes % 1 ? `${Math.round(minutes * 60)} s` : `${minutes} min`;
 }
 
 // What is not known leaves a gap, as does a time in which nobody looked.

@@ -6,7 +6,7 @@ import { list, states } from "/ui/fleet.js";
 
 const WORDS = { ok: "The fleet is well", warn: "The fleet serves, but look at this", bad: "Something is wrong" };
 const HITS = [
-  ["none", "nothing found"], ["some", "some found"], ["most", "most found"], ["all", "nearly all found"], ["unknown", "not told"],
+  ["none", "under 10 %"], ["some", "10 to 50 %"], ["most", "50 to 90 %"], ["all", "over 90 %"], ["unknown", "not known"],
 ];
 const KINDS = ["g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"];
 const ROWS = 40, EACH = 10;
@@ -108,7 +108,7 @@ function firstTokens(ttft) {
   const shown = known ? rows : rows.slice(-1);
   const least = Math.min(...shown.map((row) => row.p50)) / 1.5 || 1, most = Math.max(...shown.map((row) => row.p99), least * 4) * 1.1;
   put(at("ttft-table"), table("Time to first token", [
-    ["Prompt", "", (row) => row.name],
+    ["Found", "", (row) => row.name],
     ["Requests", "number extra", (row) => count(row.requests)],
     ["p50", "number", (row) => ms(row.p50)],
     ["p90", "number extra", (row) => ms(row.p90)],

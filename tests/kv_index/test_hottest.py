@@ -121,6 +121,17 @@ def test_targets_of_which_nothing_is_believed_hold_nothing() -> None:
     assert [(prefix.namespace, prefix.holders) for prefix in every(found.prefixes)] == [(b"a", (0,))]
 
 
+def test_prompts_that_are_only_remembered_count_and_prefixes_that_are_do_not() -> None:
+    index = RadixIndex(remember=1 << 20)
+    for now in range(40):
+        index.insert(b"a", symbols((*range(20), 100 + now, *range(16))), 0, float(now))
+        index.insert(b"b", symbols((*range(20), 100 + now, *range(16))), 1, float(now))
+    index.set_capacity(0, 100)
+    index.clear(1)
+    (prefix,) = hottest(index, ALL, ALL).prefixes
+    assert (prefix.namespace, prefix.depth, prefix.holders, prefix.below) == (b"a", 20, (0,), 40)
+
+
 def test_bounds_are_needed() -> None:
     for budget, most in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="positive"):
