@@ -52,7 +52,10 @@ def _workers(tiles: list[Mapping[str, Any]]) -> Iterable[Line]:
     elif states["down"]:
         yield "bad", f"{states['down']} of {_count(total, 'worker')} down"
     if states["ready"] and states["joining"]:
-        yield "warn", f"{states['joining']} of {_count(total, 'worker')} not joined yet"
+        yield (
+            "warn" if states["ready"] >= total / 2 else "bad",
+            f"{states['joining']} of {_count(total, 'worker')} not joined yet",
+        )
     if states["draining"]:
         yield "warn", f"{states['draining']} of {_count(total, 'worker')} draining"
     for what, text in (

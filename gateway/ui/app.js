@@ -1,9 +1,9 @@
 // The page: joins the feed to its panels, and keeps what belongs to none of them (theme, token, keys, the dialog).
 
 import { asks, follow, forget, token } from "/ui/admin.js";
-import { at, mark, put, say } from "/ui/dom.js";
+import { at, el, mark, put, say } from "/ui/dom.js";
 import { drawFleet, startFleet } from "/ui/fleet.js";
-import { openSession, startLists, tenantsNow } from "/ui/lists.js";
+import { openSession, listsNow, startLists } from "/ui/lists.js";
 import { drawOverview, startOverview } from "/ui/overview.js";
 import { exampleFor, startRoute } from "/ui/route.js";
 
@@ -26,10 +26,16 @@ function startTheme() {
   });
 }
 
-function open(title, nodes) {
+let shown = 0;
+
+// Show something in front of the page at once, and what is to be told of it when that has come.
+async function open(title, coming) {
+  const mine = ++shown;
   say(at("detail-title"), title);
-  put(at("detail-told"), nodes);
+  put(at("detail-told"), "…");
   if (!at("detail").open) at("detail").showModal();
+  const nodes = await coming.catch((error) => [el("p", { class: "error" }, error.message)]);
+  if (mine === shown && at("detail").open) put(at("detail-told"), nodes);
 }
 
 // A dialog that gives a token; there is no way round it.
@@ -64,7 +70,7 @@ function startKeys() {
 function draw(told) {
   drawFleet(told);
   drawOverview(told);
-  tenantsNow(told.tenants);
+  listsNow(told);
   if (told.fleet.whole) exampleFor(told.fleet.tiles.flatMap((tile) => tile.models));
   at("forget").hidden = token() === null;
 }

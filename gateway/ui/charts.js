@@ -2,27 +2,29 @@
 
 import { el, ms, percent, put, svg } from "/ui/dom.js";
 
-const WIDE = 720, HIGH = 190, LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const HIGH = 190, LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const NARROW = 280;
 const SPANS = [1, 2, 5, 10];
 
 // Shares over the last minutes, ten at most. series: [{name, kind, read(point)}]; the first is filled.
 export function shares(place, points, series) {
+  const wide = Math.max(NARROW, place.clientWidth);
   const end = points.length ? points[points.length - 1].time : Date.now() / 1000;
   const minutes = SPANS.find((each) => !points.length || end - points[0].time <= each * 60) ?? SPANS[SPANS.length - 1];
-  const x = (time) => WIDE - RIGHT - ((end - time) / (minutes * 60)) * (WIDE - LEFT - RIGHT);
+  const x = (time) => wide - RIGHT - ((end - time) / (minutes * 60)) * (wide - LEFT - RIGHT);
   const y = (share) => TOP + (1 - Math.max(0, Math.min(1, share))) * (HIGH - TOP - BOTTOM);
   const shown = points.filter((point) => end - point.time <= minutes * 60);
-  const drawn = series.flatMap((each, place) => lines(shown, each, x, y, place === 0));
+  const drawn = series.flatMap((each, n) => lines(shown, each, x, y, n === 0));
   const words = series.map((each) => `${each.name} ${percent(shown.length ? each.read(shown[shown.length - 1]) : null)}`);
-  put(place, svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": words.join(", ") }, grid(x, y, end, minutes), drawn),
+  put(place, svg("svg", { viewBox: `0 0 ${wide} ${HIGH}`, role: "img", "aria-label": words.join(", ") }, grid(x, y, end, minutes, wide), drawn),
     el("ul", { class: "legend" }, series.map((each, n) => el("li", {}, el("i", { class: `line ${each.kind}` }), words[n]))));
 }
 
-function grid(x, y, end, minutes) {
+function grid(x, y, end, minutes, wide) {
   const rows = [0, 0.25, 0.5, 0.75, 1].map((share) => svg("g", { class: "grid" },
-    svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: y(share), y2: y(share) }),
+    svg("line", { x1: LEFT, x2: wide - RIGHT, y1: y(share), y2: y(share) }),
     svg("text", { x: LEFT - 6, y: y(share) + 4, "text-anchor": "end" }, percent(share))));
-  const columns = [1, 0.8, 0.6, 0.4, 0.2, 0].map((part) => svg("text", {
+  const columns = (wide < 480 ? [1, 0.5, 0] : [1, 0.8, 0.6, 0.4, 0.2, 0]).map((part) => svg("text", {
     x: x(end - part * minutes * 60), y: HIGH - 5, class: "grid", "text-anchor": part === 1 ? "start" : part ? "middle" : "end",
   }, part ? ago(part * minutes) : "now"));
   return [...rows, ...columns];

@@ -8,7 +8,7 @@ const tiles = new Map();
 let groups = [];
 let show = () => {};
 
-// `open(title, nodes)` shows something in front of the page.
+// `open(title, coming)` shows something in front of the page: a promise of nodes.
 export function startFleet(open) {
   show = open;
   at("fleet-filter").addEventListener("input", filter);
@@ -160,14 +160,9 @@ function describe(button) {
   say(at("tile-told"), words.filter(Boolean).join(" · "));
 }
 
-async function open(name) {
+function open(name) {
   const worker = tiles.get(name)?.tile.worker;
-  if (worker === undefined) return;
-  try {
-    show(name, detail(await call(`/workers/${encodeURIComponent(worker)}`)));
-  } catch (error) {
-    show(name, [el("p", { class: "error" }, error.message)]);
-  }
+  if (worker !== undefined) show(name, call(`/workers/${encodeURIComponent(worker)}`).then(detail));
 }
 
 function detail(worker) {

@@ -6,7 +6,7 @@ import { list } from "/ui/fleet.js";
 
 const RECENT = 100, SEARCHED = 1000, SHOWN = 100;
 let show = () => {};
-let live = [];
+let live = { tenants: [] };
 
 export function startLists(open) {
   show = open;
@@ -21,9 +21,9 @@ export function startLists(open) {
   whileSeen(at("tenants"), 2, tenants);
 }
 
-// What the feed says of tenants.
-export function tenantsNow(rows) {
-  live = rows;
+// What the feed says of tenants and the doctor.
+export function listsNow(told) {
+  live = told;
 }
 
 function failed(place) {
@@ -52,7 +52,7 @@ function rows(found, total, matching) {
   say(at("sessions-count"), words);
   const focused = document.activeElement?.dataset?.session;
   put(at("sessions-table"), table("Sessions, the last used first", [
-    ["Session", "", (row) => el("button", { type: "button", class: "link", "data-session": row.id, onclick: () => openSession(row.id) }, row.id.slice(0, 12))],
+    ["Session", "", (row) => el("button", { type: "button", class: "link", "data-session": row.id, onclick: () => openSession(row.id) }, row.id.slice(0, 8))],
     ["Tenant, model", "", (row) => `${row.tenant === "anonymous" ? "" : `${row.tenant} · `}${row.model}`],
     ["Home", "", (row) => row.home ?? NOTHING],
     ["Turns", "number", (row) => row.turns],
@@ -63,12 +63,8 @@ function rows(found, total, matching) {
   if (focused) at("sessions-table").querySelector(`[data-session="${CSS.escape(focused)}"]`)?.focus();
 }
 
-export async function openSession(id) {
-  try {
-    show(`Session ${id.slice(0, 12)}`, story(await call(`/sessions/${encodeURIComponent(id)}`)));
-  } catch (error) {
-    show(`Session ${id.slice(0, 12)}`, [el("p", { class: "error" }, error.message)]);
-  }
+export function openSession(id) {
+  show(`Session ${id.slice(0, 12)}`, call(`/sessions/${encodeURIComponent(id)}`).then(story));
 }
 
 function story(told) {
@@ -145,6 +141,11 @@ function holders({ holders: names, holders_total: total }) {
 // -- the doctor ----------------------------------------------------------------------------------------------------------
 
 async function doctor() {
+  if (live.doctor === undefined) return;
+  if (live.doctor === null) {
+    put(at("doctor-list"), el("p", { class: "quiet" }, "The doctor is off here: doctor.enabled."));
+    return;
+  }
   try {
     const told = await call("/doctor");
     const rows = told.findings.slice(0, 12).map((each) => el("li", {}, el("p", {}, each.text),
@@ -161,7 +162,7 @@ async function doctor() {
 async function tenants() {
   try {
     const told = await call("/tenants");
-    const now = new Map(live.map((row) => [row.name, row]));
+    const now = new Map(live.tenants.map((row) => [row.name, row]));
     put(at("tenants-table"), table("Tenants", [
       ["Tenant", "", (row) => row.name],
       ["Requests", "number", (row) => count(now.get(row.name)?.requests)],

@@ -10,6 +10,7 @@ const HITS = [
 ];
 const KINDS = ["g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"];
 const ROWS = 40, EACH = 10;
+const STEP = 2;
 const points = [];
 let paused = false;
 
@@ -46,8 +47,8 @@ function verdict({ level, lines }) {
 function remember(told) {
   const last = points.length ? points[points.length - 1].time : 0;
   for (const point of told.history ?? []) if (point.time > last) points.push(point);
-  const { rate, predicted, best, ceiling } = told.hits;
-  if (!points.length || told.time - points[points.length - 1].time >= 2) points.push({ time: told.time, rate, predicted, best, ceiling });
+  if (points.length > 1 && points[points.length - 1].time - points[points.length - 2].time < STEP) points.pop();
+  points.push({ time: told.time, ...told.hits });
   while (points.length > 400) points.shift();
 }
 
