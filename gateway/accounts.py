@@ -39,7 +39,9 @@ class Accounts:
         assert choice is not None
         assert target is not None
         tally = gateway.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, gateway.label(target))
-        tally.sent(choice.reason, gateway.clock() - exchange.started)
+        now = exchange.written_at = gateway.clock()
+        tally.sent(choice.reason, now - exchange.started)
+        gateway.metrics.stages(exchange, now)
         if choice.prefill is not None or target.role is not Role.UNIFIED:
             way = "pair" if choice.prefill is not None else "local"
             gateway.metrics.pair_decisions.add((ask.model_name, way, choice.reason))

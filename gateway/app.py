@@ -19,6 +19,7 @@ import msgspec
 
 from gateway.accounts import Accounts
 from gateway.admission import Admission, Options as Queueing
+from gateway.arrival import Arrival
 from gateway.asks import BYTES_PER_TOKEN, Ask, Options
 from gateway.canonical import canonical
 from gateway.config import Disaggregation
@@ -268,8 +269,9 @@ class Gateway:
         reading.canonical = steps
         if route.kind == "stored" and self.routing.pins.find(tenant.name, reading.previous or "")[0] is None:
             raise NotFound(f"no response {reading.previous!r} is known here")
+        arrival = Arrival(incoming, client, dialect, route, request_id, started, tenant, reading, self.clock())
         if reading.stateful is not None and self.opened is not None and route.generates:
-            self._turn(incoming, client, dialect, route, request_id, started, tenant, reading)
+            self._turn(arrival)
             return
         ids: bytes | None = None
         mode = self._mode(tenant, reading) if self.modes else None
@@ -281,14 +283,14 @@ class Gateway:
                     if ids is None:
                         self._by_text(tenant, reading, reason)
                     try:
-                        self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+                        self._route(arrival, ids)
                     except Exception as error:
                         self._refuse(incoming, client, dialect, request_id, error)
 
                 Preparing(client, made, self.preparing, then)
                 return
             ids = made
-        self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+        self._route(arrival, ids)
 
     def _spare(self, tenant: Tenant) -> None:
         """The gateway is short of time or memory. Raises `Overloaded` for whom it has none."""
@@ -301,28 +303,19 @@ class Gateway:
         logged(before, after, why)
         self.routing.relief = self._relief if after >= Rung.PREFIX else None
 
-    def _turn(
-        self,
-        incoming: Incoming,
-        client: Inbound,
-        dialect: Dialect,
-        route: Route,
-        request_id: bytes,
-        started: float,
-        tenant: Tenant,
-        reading: Reading,
-    ) -> None:
+    def _turn(self, arrival: Arrival) -> None:
         """A turn of a session that its client opened on an engine: it says what is new only, and goes there or nowhere."""
         assert self.opened is not None
+        reading, tenant, client = arrival.reading, arrival.tenant, arrival.client
         # What it says is no prompt that any other could be compared with.
         reading.make_prompt, reading.ids = None, None
 
         def go(opened: Opened) -> None:
             reading.opened = opened
             self._bind_model(reading, opened, tenant)
-            self._route(incoming, client, dialect, route, request_id, started, tenant, reading, None)
+            self._route(arrival, None)
 
-        refuse = partial(self._refuse, incoming, client, dialect, request_id)
+        refuse = partial(self._refuse, arrival.incoming, client, arrival.dialect, arrival.request_id)
         self.opened.turn(reading.stateful or "", tenant, client, go, refuse)
 
     def _bind_model(self, reading: Reading, opened: Opened, tenant: Tenant) -> None:
@@ -336,19 +329,9 @@ class Gateway:
         if not self.opened.allowed(tenant, opened.target):
             raise Forbidden("this key may not use the model of this session", param="session_params")
 
-    def _route(
-        self,
-        incoming: Incoming,
-        client: Inbound,
-        dialect: Dialect,
-        route: Route,
-        request_id: bytes,
-        started: float,
-        tenant: Tenant,
-        reading: Reading,
-        ids: bytes | None,
-    ) -> None:
-        draw = draw_of(request_id)
+    def _route(self, arrival: Arrival, ids: bytes | None) -> None:
+        incoming, route, reading, tenant = arrival.incoming, arrival.route, arrival.reading, arrival.tenant
+        draw, started, begun = draw_of(arrival.request_id), arrival.started, self.clock()
         ask = self.routing.ask(
             tenant, reading, incoming.named, draw, started, memo=incoming.memo, ids=ids, salt=self.inserts.salt
         )
@@ -356,7 +339,7 @@ class Gateway:
             ask.takes = self.pairs.takes(route.kind, incoming.body)
         ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
         metered = None if tenant.meter is None else self._metered(tenant.meter, ask, incoming, started)
-        exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
+        exchange = Exchange(self, arrival, ask, begun)
         exchange.metered = metered
         exchange.start()
 

@@ -22,8 +22,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.addresses import hidden, hidden_in_events
+from gateway.arrival import Arrival
 from gateway.asks import Ask, never
-from gateway.dialects import Dialect, Reading, Route, broken
+from gateway.dialects import broken
 from gateway.dialects.openai import error_in
 from gateway.errors import (
     Backpressure,
@@ -38,9 +39,7 @@ from gateway.errors import (
     WorkerFault,
 )
 from gateway.http import wire
-from gateway.http.incoming import Incoming
 from gateway.http.relay import Relay
-from gateway.http.server import Inbound
 from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
 from gateway.leg import STALE
@@ -82,11 +81,14 @@ class Exchange:
         "admitted",
         "alone",
         "ask",
+        "asked_at",
         "attempts",
+        "begun_at",
         "body",
         "bytes_in",
         "charge",
         "choice",
+        "chosen_at",
         "client",
         "commented",
         "connection",
@@ -111,6 +113,7 @@ class Exchange:
         "paused",
         "phase",
         "queued",
+        "read_at",
         "reading",
         "relay",
         "request_id",
@@ -123,31 +126,30 @@ class Exchange:
         "target",
         "task",
         "tried",
+        "turn_at",
         "until",
         "waits",
+        "written_at",
     )
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        client: Inbound,
-        incoming: Incoming,
-        dialect: Dialect,
-        route: Route,
-        reading: Reading,
-        ask: Ask,
-        request_id: bytes,
-        started: float,
-    ) -> None:
+    def __init__(self, gateway: Gateway, arrival: Arrival, ask: Ask, begun: float) -> None:
+        """``begun``: when its session and its prompt were first looked for."""
+        client, incoming = arrival.client, arrival.incoming
         self.gateway = gateway
         self.client = client
         self.incoming = incoming
-        self.dialect = dialect
-        self.route = route
-        self.reading = reading
+        self.dialect = arrival.dialect
+        self.route = arrival.route
+        self.reading = arrival.reading
         self.ask = ask
-        self.request_id = request_id
-        self.started = started
+        self.request_id = arrival.request_id
+        self.started = arrival.started
+        self.read_at = arrival.read_at
+        self.begun_at = begun
+        self.asked_at = gateway.clock()
+        """When session and prompt were found in what is known."""
+        self.turn_at = self.chosen_at = self.written_at = 0.0
+        """Of the first attempt: when it was its turn, when its target was chosen, when it was sent."""
         self.phase = CHOOSING
         self.tried: set[int] = set()
         self.attempts = 0
@@ -321,6 +323,8 @@ class Exchange:
         paired = choice.prefill is not None
         self.charge = gateway.fleet.dispatch(target, tokens - held, held, self.reading.stream, not paired)
         self.attempts += 1
+        if self.attempts == 1:
+            self.turn_at, self.chosen_at = now, gateway.clock()
         self.sent_at = now
         self.phase = WAITING
         self.deadline = min(now + gateway.limits_out.first_byte_seconds, self.until)

@@ -274,6 +274,7 @@ class Running:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self.admin.stop()
+        await self.metrics.exposition.stop()
         for connection in list(gateway.server.connections):
             connection.shut()
         for worker in self.fleet.workers.values():
@@ -429,10 +430,11 @@ class Running:
             self.metrics.drop("target", name)
         self.metrics.drop("worker", worker.id)
 
-    def _counted(self, worker: Worker, prompt: int, cached: int) -> None:
+    def _counted(self, worker: Worker, prompt: int, cached: int, aborted: int) -> None:
         if worker.id in self.fleet.workers:
             self.metrics.engine_prompt_tokens.add((worker.id,), prompt)
             self.metrics.engine_cached_tokens.add((worker.id,), cached)
+            self.metrics.engine_aborts.add((worker.id,), aborted)
 
     def _make_modes(self) -> dict[str, Mode]:
         """How token ids are made, for models that have a tokenizer. Raises `ConfigError` for a file that is none."""
