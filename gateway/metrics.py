@@ -130,12 +130,20 @@ class Metrics:
         self.exposition = Exposition(self.pieces)
         self.gauges: list[Gauge] = []
         self._tallies: dict[Labels, Tally] = {}
-        self._requests()
-        self._tokens()
-        self._decisions()
-        self._pairs()
-        self._events()
-        self._queue()
+        self.groups: dict[str, list[Counter | Histogram]] = {}
+        """What each is about -> those that are about it."""
+        for about, define in (
+            ("Requests and time", self._requests),
+            ("Tokens and hits", self._tokens),
+            ("Decisions, sessions, faults", self._decisions),
+            ("Prefill and decode", self._pairs),
+            ("KV events and the index", self._events),
+            ("Queue, limits, pressure", self._queue),
+        ):
+            before = set(vars(self))
+            define()
+            new = [vars(self)[name] for name in vars(self) if name not in before]
+            self.groups[about] = [each for each in new if isinstance(each, Counter | Histogram)]
 
     def _requests(self) -> None:
         self.requests = Counter(
@@ -429,7 +437,7 @@ class Metrics:
 
     def all(self) -> list[Counter | Histogram | Gauge]:
         """Each of them."""
-        return [value for value in vars(self).values() if isinstance(value, Counter | Histogram)] + self.gauges
+        return [each for group in self.groups.values() for each in group] + self.gauges
 
     def pieces(self) -> Iterator[str]:
         """Prometheus's text format, in pieces."""
@@ -439,8 +447,8 @@ class Metrics:
 
     def drop(self, label: str, name: str) -> None:
         """``name`` left, a target, a worker or a tenant: its series go too."""
-        for value in vars(self).values():
-            if isinstance(value, Counter | Histogram) and label in value.labels:
+        for value in (each for group in self.groups.values() for each in group):
+            if label in value.labels:
                 value.drop(value.labels.index(label), name)
         if label in TALLIED:
             at = TALLIED.index(label)
