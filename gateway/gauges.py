@@ -80,6 +80,13 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
             ("target",),
         ),
         Gauge(
+            "warmroute_target_lateness",
+            "How long streams take to begin on the target of late, as a multiple of what was expected of their prompts there; "
+            "absent while there are too few.",
+            lambda: [((t.name,), t.record.late / t.record.begun) for t in targets.values() if t.record.begun >= 1],
+            ("target",),
+        ),
+        Gauge(
             "warmroute_target_breaker",
             "1 while the target's breaker is open, by why: faults in a row, or errors or latency far above its peers'.",
             lambda: [((t.name, t.breaker.reason), 1.0) for t in targets.values() if t.breaker.reason is not None],

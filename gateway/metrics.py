@@ -144,6 +144,17 @@ class Metrics:
             define()
             new = [vars(self)[name] for name in vars(self) if name not in before]
             self.groups[about] = [each for each in new if isinstance(each, Counter | Histogram)]
+        for counter, values in (
+            (self.recorded, ()),
+            (self.recording_dropped, ()),
+            (self.config_reloads, ("applied", "unchanged", "failed")),
+            (self.auth_failures, ("missing", "unknown", "token", "limited", "admin")),
+            (self.pressure_skipped, ("doctor", "request")),
+            (self.session_closes, ("told", "lost")),
+            (self.migrations, ("asked", "drained")),
+        ):
+            for value in values or [None]:
+                counter.cell(() if value is None else (value,))
 
     def _requests(self) -> None:
         self.requests = Counter(
@@ -411,8 +422,34 @@ class Metrics:
         key = (tenant, model, policy, target)
         tally = self._tallies.get(key)
         if tally is None:
+            for counter in (self.fetches, self.pair_recomputed):
+                counter.cell((model,))
             tally = self._tallies[key] = Tally(self, tenant, model, policy, target)
         return tally
+
+    def joined(self, target: str, events: bool) -> None:
+        """Of ``target`` these are counted from now on, and were 0 until now: else the first of each would be no rise.
+
+        ``events``: its KV events are listened to.
+        """
+        for counter in (self.backpressure, self.resends, self.breakers, self.hints):
+            counter.cell((target,))
+        for counter in (self.put_out, self.spared):
+            for reason in ("errors", "latency"):
+                counter.cell((target, reason))
+        for outcome in ("warmed", "refused", "failed"):
+            self.warmed.cell((target, outcome))
+        if events:
+            for counter in (
+                self.kv_batches,
+                self.kv_stored,
+                self.kv_removed,
+                self.kv_gaps,
+                self.kv_replays,
+                self.kv_unread,
+                self.kv_unplaced,
+            ):
+                counter.cell((target,))
 
     def stages(self, exchange: Exchange, now: float) -> None:
         """It was sent for the first time, just ``now``."""
@@ -432,8 +469,8 @@ class Metrics:
         who = (tenant, model, policy, shadow)
         self.shadow_decisions.add((*who, "true" if agrees else "false"))
         for counter, saved in ((self.shadow_seconds, seconds), (self.shadow_tokens, tokens)):
-            if saved:
-                counter.add((*who, "better" if saved > 0 else "worse"), abs(saved))
+            counter.add((*who, "better"), max(saved, 0))
+            counter.add((*who, "worse"), max(-saved, 0))
 
     def all(self) -> list[Counter | Histogram | Gauge]:
         """Each of them."""

@@ -395,7 +395,9 @@ class Probe:
 
     def _count(self, worker: Worker, before: Counts | None, now: Counts | None) -> Counts | None:
         """Tell what came in between; returns what the next are compared with."""
-        if before is not None and now is not None:
+        if before is None and now is not None:
+            self.counted(worker, 0, 0, 0)
+        elif before is not None and now is not None:
             prompt, cached = now.prompt - before.prompt, now.cached - before.cached
             if worker.role is Role.DECODE:
                 cached -= now.brought - before.brought

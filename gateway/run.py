@@ -474,6 +474,9 @@ class Running:
     def _described(self, worker: Worker) -> None:
         self.gateway.routing.holdings.described(worker)
         self.subscriptions.watch(worker)
+        if worker.id in self.fleet.workers:
+            for target in worker.targets:
+                self.metrics.joined(target.name, target.id in self.subscriptions.listeners)
         if self.keeper is not None:
             self.keeper.arrived(worker)
         isolates = any(tenant.isolated for tenant in self.gateway.tenants.all())
