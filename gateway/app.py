@@ -14,6 +14,7 @@ from itertools import count
 from math import ceil, inf
 from os import urandom
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -62,6 +63,9 @@ from gateway.trials import Policies
 from gateway.workers import Target, Worker
 from kv_index.index import PrefixIndex
 from policies.base import load as load_policy
+
+if TYPE_CHECKING:
+    from gateway.tracing import Tracer
 
 log = logging.getLogger("warmroute")
 
@@ -131,6 +135,7 @@ class Gateway:
         self.opened: OpenSessions | None = None
         """Sessions that clients open on engines, where they may."""
         self.doctor: Doctor | None = None
+        self.tracer: Tracer | None = None
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
         self.labels = labels

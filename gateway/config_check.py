@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Recording,
         SessionsConfig,
         TenantConfig,
+        TracingConfig,
         WorkerConfig,
     )
 
@@ -112,6 +113,8 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
             "disaggregation.bidirectional",
             "needs token mode, or nothing is ever handed back: give models.<name>.tokenizer and .template",
         )
+    if config.tracing is not None:
+        _check_tracing(config.tracing, wrong)
     if config.recording is not None:
         _check_recording(config.recording, wrong)
     for path in config.passthrough:
@@ -133,6 +136,15 @@ def _check_stores(sessions: SessionsConfig, wrong: Any) -> None:
     if bad or not (url.path if url.scheme == "unix" else url.hostname):
         # What it is may have a password in it.
         wrong("sessions.redis", "is no URL of a Redis: redis://host:port/db, rediss:// for TLS, or unix:///path")
+
+
+def _check_tracing(tracing: TracingConfig, wrong: Any) -> None:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", tracing.endpoint):
+        wrong("tracing.endpoint", f"{tracing.endpoint!r} is no URL such as http://collector:4318/v1/traces")
+    if not 0 <= tracing.share <= 1:
+        wrong("tracing.share", "is a share of the requests: from 0 (only those whose client traces) to 1")
+    if find_spec("opentelemetry") is None:
+        wrong("tracing", "needs what is not installed: pip install 'warmroute[tracing]'")
 
 
 def _check_recording(recording: Recording, wrong: Any) -> None:

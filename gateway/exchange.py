@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from gateway.admission import Left
     from gateway.app import Gateway
     from gateway.records import Noted
+    from gateway.tracing import Trace
 
 CHOOSING, QUEUED, WAITING, PEEKING, MERGING, REFUSED, RELAYING, ENDED = range(8)
 PHASES = ("choosing", "queued", "waiting", "first_event", "waiting", "waiting", "streaming", "ended")
@@ -125,6 +126,7 @@ class Exchange:
         "status",
         "target",
         "task",
+        "trace",
         "tried",
         "turn_at",
         "until",
@@ -154,6 +156,8 @@ class Exchange:
         self.tried: set[int] = set()
         self.attempts = 0
         self.resent = False
+        self.trace: Trace | None = None
+        """Its span, if it is traced."""
         self.settles = False
         """Its client left, and its engine is to end what it does before the session's next turn."""
         self.counted = False
@@ -325,6 +329,8 @@ class Exchange:
         self.attempts += 1
         if self.attempts == 1:
             self.turn_at, self.chosen_at = now, gateway.clock()
+            if gateway.tracer is not None and not gateway.pressure.rung:
+                self.trace = gateway.tracer.begin(self)
         self.sent_at = now
         self.phase = WAITING
         self.deadline = min(now + gateway.limits_out.first_byte_seconds, self.until)
@@ -407,7 +413,8 @@ class Exchange:
             target.worker.spec.api_key,
             self.gateway.tenants.keyed,
             target.rank if len(target.worker.targets) > 1 else None,
-            self.gateway.inserts.label_of(self, target) if self.gateway.labels else b"",
+            self.gateway.inserts.lines(self, target),
+            self.trace is not None,
         )
         try:
             connection.request(self, head, body)
@@ -672,6 +679,8 @@ class Exchange:
             return
         # An error answer that broke off is none to pass on.
         refused = phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
+        if self.trace is not None:
+            self.trace.failed(target, fault)
         self._withdraw()
         self.ask.request.fetched = {}
         if legs is None:

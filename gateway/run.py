@@ -9,6 +9,8 @@ import logging
 import signal
 import ssl
 from functools import partial
+from importlib.metadata import version
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -71,6 +73,8 @@ CLOSING = 10.0
 """Seconds that engines may take to hear of the ends of all sessions when the gateway stops."""
 REMEMBERED = 8
 """The part of the index, one in so many, for prompts that nobody holds any more: they tell the ceiling."""
+SENDING = 3.0
+"""Seconds that the last traces may take to be sent."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -199,6 +203,7 @@ class Running:
         listen = self.config.listen
         loop = asyncio.get_running_loop()
         await self._record()
+        self._trace()
         if listen.tls is not None:
             self.tls_digest, self.ca_digest = digest(listen.tls.files), digest(listen.tls.authorities)
             self.tls = context(listen.tls)
@@ -254,6 +259,12 @@ class Running:
             waiting.client.abort_with_owner()
         if self.pool is not None:
             self.pool.close()
+        if gateway.tracer is not None:
+            tracer, gateway.tracer = gateway.tracer, None
+            # A collector that does not answer keeps this thread, but not the gateway.
+            sends = Thread(target=tracer.stop, name="traces", daemon=True)
+            sends.start()
+            await asyncio.to_thread(sends.join, SENDING)
         if gateway.recorder is not None:
             recorder, gateway.recorder = gateway.recorder, None
             await recorder.stop()
@@ -322,6 +333,14 @@ class Running:
             self.gateway.doctor.reconfigure(doctor.memory, doctor.rate, doctor.share, doctor.examples)
         self.warming.most, self.warming.seconds = config.warming.starts, config.warming.seconds
         self.gateway.roots = self.warming.roots if config.warming.starts else None
+
+    def _trace(self) -> None:
+        wanted = self.config.tracing
+        if wanted is not None:
+            # What it imports is an extra, and takes its time.
+            from gateway.tracing import Tracer
+
+            self.gateway.tracer = Tracer(wanted.endpoint, wanted.share, wanted.service, version("warmroute"))
 
     async def _record(self) -> None:
         wanted = self.config.recording
