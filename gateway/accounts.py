@@ -93,6 +93,8 @@ class Accounts:
         ask, target = exchange.ask, exchange.target
         seconds = gateway.clock() - exchange.started
         legs = exchange.legs
+        if gateway.request_log is not None:
+            gateway.request_log.ended(exchange, outcome, usage, seconds)
         if gateway.tracer is not None and (exchange.trace is not None or not exchange.attempts):
             gateway.tracer.ended(exchange, outcome, usage)
         if legs is not None:

@@ -65,6 +65,7 @@ from kv_index.index import PrefixIndex
 from policies.base import load as load_policy
 
 if TYPE_CHECKING:
+    from gateway.requestlog import RequestLog
     from gateway.tracing import Tracer
 
 log = logging.getLogger("warmroute")
@@ -136,6 +137,7 @@ class Gateway:
         """Sessions that clients open on engines, where they may."""
         self.doctor: Doctor | None = None
         self.tracer: Tracer | None = None
+        self.request_log: RequestLog | None = None
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
         self.labels = labels
@@ -256,6 +258,8 @@ class Gateway:
         else:
             self.defect("taking a request")
             fault = Internal("the gateway failed; its log says why")
+        if self.request_log is not None:
+            self.request_log.refused(request_id, incoming.path, fault.status)
         client.send(self.fault_response(dialect, fault, incoming, request_id))
         client.done()
 

@@ -442,6 +442,20 @@ class Recording:
 
 
 @dataclass(slots=True)
+class RequestLogConfig:
+    """One line for each request, without a word of it."""
+
+    file: str = "-"
+    """``-``: standard output."""
+    format: str = "json"
+    """Or ``text``: ``key=value``."""
+    max: Bytes = 100 * 1024 * 1024
+    """Of a file, then it is rotated."""
+    keep: Count = 5
+    """Old files that stay."""
+
+
+@dataclass(slots=True)
 class TracingConfig:
     """Where traces go, by OTLP over HTTP. Needs the extra ``warmroute[tracing]``."""
 
@@ -479,6 +493,7 @@ class Config:
     timeouts: Timeouts = field(default_factory=Timeouts)
     probes: Probes = field(default_factory=Probes)
     recording: Recording | None = None
+    request_log: RequestLogConfig | None = None
     tracing: TracingConfig | None = None
     disaggregation: Disaggregation = field(default_factory=Disaggregation)
     passthrough: list[str] = field(default_factory=list)

@@ -147,6 +147,7 @@ class Metrics:
         for counter, values in (
             (self.recorded, ()),
             (self.recording_dropped, ()),
+            (self.request_log_dropped, ()),
             (self.config_reloads, ("applied", "unchanged", "failed")),
             (self.auth_failures, ("missing", "unknown", "token", "limited", "admin")),
             (self.pressure_skipped, ("doctor", "request")),
@@ -163,6 +164,10 @@ class Metrics:
         self.recorded = Counter("warmroute_recorded_requests", "Requests written to the recording.")
         self.recording_dropped = Counter(
             "warmroute_recording_dropped", "Requests not recorded: too many waited to be written, or they could not be."
+        )
+        self.request_log_dropped = Counter(
+            "warmroute_request_log_dropped",
+            "Lines missing in the log of requests: too many waited, or it cannot be written.",
         )
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
         self.config_reloads = Counter(

@@ -50,6 +50,7 @@ from gateway.probe import Probe
 from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
 from gateway.reload import Reloading
+from gateway.requestlog import RequestLog
 from gateway.roots import Roots, Warming
 from gateway.sessions import Session, Sessions
 from gateway.source import Source
@@ -203,6 +204,7 @@ class Running:
         listen = self.config.listen
         loop = asyncio.get_running_loop()
         await self._record()
+        self._log_requests()
         self._trace()
         if listen.tls is not None:
             self.tls_digest, self.ca_digest = digest(listen.tls.files), digest(listen.tls.authorities)
@@ -265,6 +267,9 @@ class Running:
             sends = Thread(target=tracer.stop, name="traces", daemon=True)
             sends.start()
             await asyncio.to_thread(sends.join, SENDING)
+        if gateway.request_log is not None:
+            lines, gateway.request_log = gateway.request_log, None
+            await lines.stop()
         if gateway.recorder is not None:
             recorder, gateway.recorder = gateway.recorder, None
             await recorder.stop()
@@ -333,6 +338,18 @@ class Running:
             self.gateway.doctor.reconfigure(doctor.memory, doctor.rate, doctor.share, doctor.examples)
         self.warming.most, self.warming.seconds = config.warming.starts, config.warming.seconds
         self.gateway.roots = self.warming.roots if config.warming.starts else None
+
+    def _log_requests(self) -> None:
+        wanted = self.config.request_log
+        if wanted is None:
+            return
+        try:
+            opened = RequestLog(wanted.file, wanted.format == "json", wanted.max, wanted.keep, self.metrics)
+        except OSError as error:
+            told = f"{wanted.file!r} cannot be written: {error.strerror}"
+            raise ConfigError([Problem(None, "request_log.file", told)]) from None
+        opened.start()
+        self.gateway.request_log = opened
 
     def _trace(self) -> None:
         wanted = self.config.tracing

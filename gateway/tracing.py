@@ -73,14 +73,15 @@ def parent_of(value: bytes | None) -> SpanContext | None:
 class Trace:
     """The span of one request that runs. ``line`` tells its engines."""
 
-    __slots__ = ("inside", "line", "span")
+    __slots__ = ("id", "inside", "line", "span")
 
     def __init__(self, span: Span) -> None:
         self.span = span
         self.inside: Context = set_span_in_context(span)
         context = span.get_span_context()
+        self.id = format_trace_id(context.trace_id)
         self.line = b"traceparent: 00-%b-%b-01\r\n" % (
-            format_trace_id(context.trace_id).encode(),
+            self.id.encode(),
             format_span_id(context.span_id).encode(),
         )
 

@@ -197,6 +197,7 @@ GATEWAY = Dashboard(
                     [
                         (rate("warmroute_recorded_requests"), "recorded"),
                         (rate("warmroute_recording_dropped"), "dropped"),
+                        (rate("warmroute_request_log_dropped"), "not in the log of requests"),
                         (rate("warmroute_session_closes", "", "outcome"), "sessions closed: {{outcome}}"),
                     ],
                 ),
