@@ -39,7 +39,9 @@ class Accounts:
         assert choice is not None
         assert target is not None
         tally = gateway.metrics.tally(ask.tenant.name, ask.model_name, ask.policy.name, gateway.label(target))
-        tally.sent(choice.reason, gateway.clock() - exchange.started)
+        now = exchange.written_at = gateway.clock()
+        tally.sent(choice.reason, now - exchange.started)
+        gateway.metrics.stages(exchange, now)
         if choice.prefill is not None or target.role is not Role.UNIFIED:
             way = "pair" if choice.prefill is not None else "local"
             gateway.metrics.pair_decisions.add((ask.model_name, way, choice.reason))
@@ -91,6 +93,10 @@ class Accounts:
         ask, target = exchange.ask, exchange.target
         seconds = gateway.clock() - exchange.started
         legs = exchange.legs
+        if gateway.request_log is not None:
+            gateway.request_log.ended(exchange, outcome, usage, seconds)
+        if gateway.tracer is not None and (exchange.trace is not None or not exchange.attempts):
+            gateway.tracer.ended(exchange, outcome, usage)
         if legs is not None:
             usage = gateway.pairs.usage(legs, usage)
         if gateway.sample is not None:

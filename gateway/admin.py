@@ -134,7 +134,7 @@ class AdminSite:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus exposition."""
-        return web.Response(body=self.running.metrics.exposition(), headers={"content-type": EXPOSITION})
+        return web.Response(body=await self.running.metrics.exposition.read(), headers={"content-type": EXPOSITION})
 
     # -- workers ----------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ from itertools import count
 from math import ceil, inf
 from os import urandom
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from gateway.accounts import Accounts
 from gateway.admission import Admission, Options as Queueing
+from gateway.arrival import Arrival
 from gateway.asks import BYTES_PER_TOKEN, Ask, Options
 from gateway.canonical import canonical
 from gateway.config import Disaggregation
@@ -62,6 +64,10 @@ from gateway.trials import Policies
 from gateway.workers import Target, Worker
 from kv_index.index import PrefixIndex
 from policies.base import load as load_policy
+
+if TYPE_CHECKING:
+    from gateway.requestlog import RequestLog
+    from gateway.tracing import Tracer
 
 log = logging.getLogger("warmroute")
 
@@ -133,6 +139,8 @@ class Gateway:
         self.doctor: Doctor | None = None
         self.sample: Sample | None = None
         """Keeps some of the requests that end, while somebody watches."""
+        self.tracer: Tracer | None = None
+        self.request_log: RequestLog | None = None
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
         self.labels = labels
@@ -253,6 +261,8 @@ class Gateway:
         else:
             self.defect("taking a request")
             fault = Internal("the gateway failed; its log says why")
+        if self.request_log is not None:
+            self.request_log.refused(request_id, incoming.path, fault.status)
         client.send(self.fault_response(dialect, fault, incoming, request_id))
         client.done()
 
@@ -271,8 +281,9 @@ class Gateway:
         reading.canonical = steps
         if route.kind == "stored" and self.routing.pins.find(tenant.name, reading.previous or "")[0] is None:
             raise NotFound(f"no response {reading.previous!r} is known here")
+        arrival = Arrival(incoming, client, dialect, route, request_id, started, tenant, reading, self.clock())
         if reading.stateful is not None and self.opened is not None and route.generates:
-            self._turn(incoming, client, dialect, route, request_id, started, tenant, reading)
+            self._turn(arrival)
             return
         ids: bytes | None = None
         mode = self._mode(tenant, reading) if self.modes else None
@@ -284,14 +295,14 @@ class Gateway:
                     if ids is None:
                         self._by_text(tenant, reading, reason)
                     try:
-                        self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+                        self._route(arrival, ids)
                     except Exception as error:
                         self._refuse(incoming, client, dialect, request_id, error)
 
                 Preparing(client, made, self.preparing, then)
                 return
             ids = made
-        self._route(incoming, client, dialect, route, request_id, started, tenant, reading, ids)
+        self._route(arrival, ids)
 
     def _spare(self, tenant: Tenant) -> None:
         """The gateway is short of time or memory. Raises `Overloaded` for whom it has none."""
@@ -304,28 +315,19 @@ class Gateway:
         logged(before, after, why)
         self.routing.relief = self._relief if after >= Rung.PREFIX else None
 
-    def _turn(
-        self,
-        incoming: Incoming,
-        client: Inbound,
-        dialect: Dialect,
-        route: Route,
-        request_id: bytes,
-        started: float,
-        tenant: Tenant,
-        reading: Reading,
-    ) -> None:
+    def _turn(self, arrival: Arrival) -> None:
         """A turn of a session that its client opened on an engine: it says what is new only, and goes there or nowhere."""
         assert self.opened is not None
+        reading, tenant, client = arrival.reading, arrival.tenant, arrival.client
         # What it says is no prompt that any other could be compared with.
         reading.make_prompt, reading.ids = None, None
 
         def go(opened: Opened) -> None:
             reading.opened = opened
             self._bind_model(reading, opened, tenant)
-            self._route(incoming, client, dialect, route, request_id, started, tenant, reading, None)
+            self._route(arrival, None)
 
-        refuse = partial(self._refuse, incoming, client, dialect, request_id)
+        refuse = partial(self._refuse, arrival.incoming, client, arrival.dialect, arrival.request_id)
         self.opened.turn(reading.stateful or "", tenant, client, go, refuse)
 
     def _bind_model(self, reading: Reading, opened: Opened, tenant: Tenant) -> None:
@@ -339,19 +341,9 @@ class Gateway:
         if not self.opened.allowed(tenant, opened.target):
             raise Forbidden("this key may not use the model of this session", param="session_params")
 
-    def _route(
-        self,
-        incoming: Incoming,
-        client: Inbound,
-        dialect: Dialect,
-        route: Route,
-        request_id: bytes,
-        started: float,
-        tenant: Tenant,
-        reading: Reading,
-        ids: bytes | None,
-    ) -> None:
-        draw = draw_of(request_id)
+    def _route(self, arrival: Arrival, ids: bytes | None) -> None:
+        incoming, route, reading, tenant = arrival.incoming, arrival.route, arrival.reading, arrival.tenant
+        draw, started, begun = draw_of(arrival.request_id), arrival.started, self.clock()
         ask = self.routing.ask(
             tenant, reading, incoming.named, draw, started, memo=incoming.memo, ids=ids, salt=self.inserts.salt
         )
@@ -359,7 +351,7 @@ class Gateway:
             ask.takes = self.pairs.takes(route.kind, incoming.body)
         ask.returns = ask.ids is not None and b'"return_token_ids"' in incoming.body
         metered = None if tenant.meter is None else self._metered(tenant.meter, ask, incoming, started)
-        exchange = Exchange(self, client, incoming, dialect, route, reading, ask, request_id, started)
+        exchange = Exchange(self, arrival, ask, begun)
         exchange.metered = metered
         exchange.start()
 

@@ -442,6 +442,31 @@ class Recording:
 
 
 @dataclass(slots=True)
+class RequestLogConfig:
+    """One line for each request, without a word of it."""
+
+    file: str = "-"
+    """``-``: standard output."""
+    format: str = "json"
+    """Or ``text``: ``key=value``."""
+    max: Bytes = 100 * 1024 * 1024
+    """Of a file, then it is rotated."""
+    keep: Count = 5
+    """Old files that stay."""
+
+
+@dataclass(slots=True)
+class TracingConfig:
+    """Where traces go, by OTLP over HTTP. Needs the extra ``warmroute[tracing]``."""
+
+    endpoint: str
+    """The collector's URL for traces, as ``http://collector:4318/v1/traces``."""
+    share: float = 0.01
+    """Of the requests that bring no ``traceparent``; those that do are traced as it says."""
+    service: str = "warmroute"
+
+
+@dataclass(slots=True)
 class Config:
     """The whole file."""
 
@@ -468,6 +493,8 @@ class Config:
     timeouts: Timeouts = field(default_factory=Timeouts)
     probes: Probes = field(default_factory=Probes)
     recording: Recording | None = None
+    request_log: RequestLogConfig | None = None
+    tracing: TracingConfig | None = None
     disaggregation: Disaggregation = field(default_factory=Disaggregation)
     passthrough: list[str] = field(default_factory=list)
     isolation_key: Secret | None = None

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
         EventsConfig,
         ModelConfig,
         Recording,
+        RequestLogConfig,
         SessionsConfig,
         TenantConfig,
+        TracingConfig,
         WorkerConfig,
     )
 
@@ -112,6 +114,10 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
             "disaggregation.bidirectional",
             "needs token mode, or nothing is ever handed back: give models.<name>.tokenizer and .template",
         )
+    if config.request_log is not None:
+        _check_request_log(config.request_log, wrong)
+    if config.tracing is not None:
+        _check_tracing(config.tracing, wrong)
     if config.recording is not None:
         _check_recording(config.recording, wrong)
     for path in config.passthrough:
@@ -133,6 +139,26 @@ def _check_stores(sessions: SessionsConfig, wrong: Any) -> None:
     if bad or not (url.path if url.scheme == "unix" else url.hostname):
         # What it is may have a password in it.
         wrong("sessions.redis", "is no URL of a Redis: redis://host:port/db, rediss:// for TLS, or unix:///path")
+
+
+def _check_request_log(wanted: RequestLogConfig, wrong: Any) -> None:
+    if not wanted.file or "\0" in wanted.file:
+        wrong("request_log.file", f"{wanted.file!r} is no name of a file; '-' is standard output")
+    if wanted.format not in ("json", "text"):
+        wrong("request_log.format", f"{wanted.format!r} is neither json nor text")
+    if wanted.max <= 0:
+        wrong("request_log.max", "must be more than 0")
+    if wanted.keep < 1:
+        wrong("request_log.keep", "must be 1 or more: what is rotated has to go somewhere")
+
+
+def _check_tracing(tracing: TracingConfig, wrong: Any) -> None:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", tracing.endpoint):
+        wrong("tracing.endpoint", f"{tracing.endpoint!r} is no URL such as http://collector:4318/v1/traces")
+    if not 0 <= tracing.share <= 1:
+        wrong("tracing.share", "is a share of the requests: from 0 (only those whose client traces) to 1")
+    if find_spec("opentelemetry") is None:
+        wrong("tracing", "needs what is not installed: pip install 'warmroute[tracing]'")
 
 
 def _check_recording(recording: Recording, wrong: Any) -> None:

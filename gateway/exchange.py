@@ -22,8 +22,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.addresses import hidden, hidden_in_events
+from gateway.arrival import Arrival
 from gateway.asks import Ask, never
-from gateway.dialects import Dialect, Reading, Route, broken
+from gateway.dialects import broken
 from gateway.dialects.openai import error_in
 from gateway.errors import (
     Backpressure,
@@ -38,9 +39,7 @@ from gateway.errors import (
     WorkerFault,
 )
 from gateway.http import wire
-from gateway.http.incoming import Incoming
 from gateway.http.relay import Relay
-from gateway.http.server import Inbound
 from gateway.http.sse import first_event
 from gateway.http.upstream import Outbound
 from gateway.leg import STALE
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from gateway.admission import Left
     from gateway.app import Gateway
     from gateway.records import Noted
+    from gateway.tracing import Trace
 
 CHOOSING, QUEUED, WAITING, PEEKING, MERGING, REFUSED, RELAYING, ENDED = range(8)
 PHASES = ("choosing", "queued", "waiting", "first_event", "waiting", "waiting", "streaming", "ended")
@@ -82,11 +82,14 @@ class Exchange:
         "admitted",
         "alone",
         "ask",
+        "asked_at",
         "attempts",
+        "begun_at",
         "body",
         "bytes_in",
         "charge",
         "choice",
+        "chosen_at",
         "client",
         "commented",
         "connection",
@@ -111,6 +114,7 @@ class Exchange:
         "paused",
         "phase",
         "queued",
+        "read_at",
         "reading",
         "relay",
         "request_id",
@@ -122,36 +126,38 @@ class Exchange:
         "status",
         "target",
         "task",
+        "trace",
         "tried",
+        "turn_at",
         "until",
         "waits",
+        "written_at",
     )
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        client: Inbound,
-        incoming: Incoming,
-        dialect: Dialect,
-        route: Route,
-        reading: Reading,
-        ask: Ask,
-        request_id: bytes,
-        started: float,
-    ) -> None:
+    def __init__(self, gateway: Gateway, arrival: Arrival, ask: Ask, begun: float) -> None:
+        """``begun``: when its session and its prompt were first looked for."""
+        client, incoming = arrival.client, arrival.incoming
         self.gateway = gateway
         self.client = client
         self.incoming = incoming
-        self.dialect = dialect
-        self.route = route
-        self.reading = reading
+        self.dialect = arrival.dialect
+        self.route = arrival.route
+        self.reading = arrival.reading
         self.ask = ask
-        self.request_id = request_id
-        self.started = started
+        self.request_id = arrival.request_id
+        self.started = arrival.started
+        self.read_at = arrival.read_at
+        self.begun_at = begun
+        self.asked_at = gateway.clock()
+        """When session and prompt were found in what is known."""
+        self.turn_at = self.chosen_at = self.written_at = 0.0
+        """Of the first attempt: when it was its turn, when its target was chosen, when it was sent."""
         self.phase = CHOOSING
         self.tried: set[int] = set()
         self.attempts = 0
         self.resent = False
+        self.trace: Trace | None = None
+        """Its span, if it is traced."""
         self.settles = False
         """Its client left, and its engine is to end what it does before the session's next turn."""
         self.counted = False
@@ -321,6 +327,10 @@ class Exchange:
         paired = choice.prefill is not None
         self.charge = gateway.fleet.dispatch(target, tokens - held, held, self.reading.stream, not paired)
         self.attempts += 1
+        if self.attempts == 1:
+            self.turn_at, self.chosen_at = now, gateway.clock()
+            if gateway.tracer is not None and not gateway.pressure.rung:
+                self.trace = gateway.tracer.begin(self)
         self.sent_at = now
         self.phase = WAITING
         self.deadline = min(now + gateway.limits_out.first_byte_seconds, self.until)
@@ -403,7 +413,8 @@ class Exchange:
             target.worker.spec.api_key,
             self.gateway.tenants.keyed,
             target.rank if len(target.worker.targets) > 1 else None,
-            self.gateway.inserts.label_of(self, target) if self.gateway.labels else b"",
+            self.gateway.inserts.lines(self, target),
+            self.trace is not None,
         )
         try:
             connection.request(self, head, body)
@@ -668,6 +679,8 @@ class Exchange:
             return
         # An error answer that broke off is none to pass on.
         refused = phase == REFUSED and isinstance(fault, (Backpressure, ServerError))
+        if self.trace is not None:
+            self.trace.failed(target, fault)
         self._withdraw()
         self.ask.request.fetched = {}
         if legs is None:

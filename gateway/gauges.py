@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
+from platform import python_version
 from typing import TYPE_CHECKING
 
 from gateway.fleet import FALL
-from gateway.metrics import Gauge
+from gateway.series import Gauge
 from gateway.workers import State
 from kv_index.groups import Tier
 from kv_index.index import Rung
@@ -78,6 +80,13 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
             ("target",),
         ),
         Gauge(
+            "warmroute_target_lateness",
+            "How long streams take to begin on the target of late, as a multiple of what was expected of their prompts there; "
+            "absent while there are too few.",
+            lambda: [((t.name,), t.record.late / t.record.begun) for t in targets.values() if t.record.begun >= 1],
+            ("target",),
+        ),
+        Gauge(
             "warmroute_target_breaker",
             "1 while the target's breaker is open, by why: faults in a row, or errors or latency far above its peers'.",
             lambda: [((t.name, t.breaker.reason), 1.0) for t in targets.values() if t.breaker.reason is not None],
@@ -121,6 +130,16 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
             ("target",),
         ),
         Gauge(
+            "warmroute_target_kv_usage",
+            "The part of its KV cache that the engine reports in use by running requests; absent while it does not say.",
+            lambda: [
+                ((t.name,), t.load_report.kv_usage)
+                for t in targets.values()
+                if t.load_report is not None and t.load_report.kv_usage is not None
+            ],
+            ("target",),
+        ),
+        Gauge(
             "warmroute_target_evicted_pages",
             "Pages of the target's belief forgotten to respect its engine's capacity, since it joined.",
             lambda: [((t.name,), index.radix.evicted(t.id)) for t in targets.values()],
@@ -156,7 +175,14 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
 
 def _of_process(gateway: Gateway) -> list[Gauge]:
     fleet, index = gateway.fleet, gateway.index
+    running = version("warmroute"), python_version()
     return [
+        Gauge(
+            "warmroute_build_info",
+            "1, with what runs.",
+            lambda: [(running, 1.0)],
+            ("version", "python"),
+        ),
         Gauge(
             "warmroute_worker_state",
             "1 for the state that a worker is in.",
@@ -176,6 +202,11 @@ def _of_process(gateway: Gateway) -> list[Gauge]:
             "warmroute_sessions_expired", "Sessions forgotten for idleness.", lambda: [((), gateway.sessions.expired)]
         ),
         Gauge("warmroute_index_bytes", "Estimated size of the prefix index.", lambda: [((), index.radix.bytes)]),
+        Gauge(
+            "warmroute_index_remembered_bytes",
+            "Of those, for prompts that nobody holds any more: how far back the ceiling reaches.",
+            lambda: [((), index.radix.remembered_bytes)],
+        ),
         Gauge(
             "warmroute_blocks_bytes",
             "Estimated size of the index of blocks that events told of.",

@@ -82,6 +82,11 @@ class Inserts:
             add["cache_salt"] = msgspec.json.encode(self.salt(exchange.ask))
         return splice(body, reading.guarded, add)
 
+    def lines(self, exchange: Exchange, target: Target) -> bytes:
+        """Header lines of this request alone."""
+        label = self.label_of(exchange, target) if self.gateway.labels else b""
+        return label if exchange.trace is None else label + exchange.trace.line
+
     def label_of(self, exchange: Exchange, target: Target) -> bytes:
         """The header line by which vLLM labels its KV events; none where the client sends one, or a ``session_id``."""
         session = exchange.ask.session

@@ -18,7 +18,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from gateway.metrics import Gauge, Metrics
+from gateway.metrics import Metrics
+from gateway.series import Gauge
 from gateway.source import stat_of
 
 log = logging.getLogger("warmroute")

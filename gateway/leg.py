@@ -32,6 +32,7 @@ class Leg:
         "charge",
         "connection",
         "deadline",
+        "ended_at",
         "fields",
         "legs",
         "over",
@@ -57,7 +58,7 @@ class Leg:
         self.size = 0
         self.over = False
         self.resent = False
-        self.sent_at = 0.0
+        self.sent_at = self.ended_at = 0.0
         self.deadline = inf
 
     def open(self) -> None:
@@ -110,7 +111,8 @@ class Leg:
             worker.spec.api_key,
             exchange.gateway.tenants.keyed,
             self.target.rank if len(worker.targets) > 1 else None,
-            exchange.gateway.inserts.label_of(exchange, self.target) if exchange.gateway.labels else b"",
+            exchange.gateway.inserts.lines(exchange, self.target),
+            exchange.trace is not None,
         )
         connection.request(self, head, self.body)
         if not exchange.counted:
@@ -138,6 +140,7 @@ class Leg:
         """It answered."""
         self.connection = None
         self.body = b""
+        self.ended_at = self.legs.exchange.gateway.clock()
         if self.over:
             return
         self.over = True

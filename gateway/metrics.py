@@ -1,26 +1,25 @@
 """What is counted, and how it reaches Prometheus.
 
-The hot path adds to plain dictionaries; prometheus-client's own metric objects take a lock and a look-up for each label
-set and would cost more than the rest of a small request. `Registry` shows them to prometheus-client at scrape time, which
-writes the exposition.
-
 Labels are bounded: tenants, models, policies, targets and reasons are all from the configuration, the fleet or a fixed
 set, never from a client.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-Labels = tuple[str, ...]
+from gateway.exposition import Exposition, Labels
+from gateway.process import of_process
+from gateway.series import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
 
 TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4)
 DURATION = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 INTER_TOKEN = (0.002, 0.004, 0.008, 0.012, 0.016, 0.024, 0.032, 0.048, 0.064, 0.096, 0.128, 0.256, 0.512, 1.0)
-OVERHEAD = (0.00005, 0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.05, 0.2)
+OVERHEAD = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.05, 0.2)
 SHARE = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
@@ -29,6 +28,7 @@ WHO = ("tenant", "model", "policy")
 TALLIED = (*WHO, "target")
 
 
+STAGES = ("read", "tokenize", "match", "choose", "connect", "write")
 HITS = ((0.1, "none"), (0.5, "some"), (0.9, "most"))
 """Below which part of a prompt a hit is called so."""
 
@@ -42,102 +42,6 @@ def hit_of(cached: int | None, prompt: int | None) -> str:
         if share < bound:
             return name
     return "all"
-
-
-class Counter:
-    """A monotonic sum for each label set."""
-
-    __slots__ = ("help", "labels", "name", "values")
-
-    def __init__(self, name: str, help: str, labels: Sequence[str] = ()) -> None:
-        self.name, self.help, self.labels = name, help, tuple(labels)
-        self.values: dict[Labels, list[float]] = {}
-
-    def cell(self, labels: Labels = ()) -> list[float]:
-        """The one-element list that holds the sum: for whoever adds to it often."""
-        cell = self.values.get(labels)
-        if cell is None:
-            cell = self.values[labels] = [0.0]
-        return cell
-
-    def add(self, labels: Labels = (), amount: float = 1) -> None:
-        """Add ``amount``."""
-        self.cell(labels)[0] += amount
-
-    def family(self) -> Metric:
-        """For prometheus-client."""
-        family = CounterMetricFamily(self.name, self.help, labels=self.labels)
-        for labels, cell in list(self.values.items()):
-            family.add_metric(labels, cell[0])
-        return family
-
-    def drop(self, position: int, value: str) -> None:
-        """Remove the series whose label at ``position`` is ``value``."""
-        for labels in [labels for labels in self.values if labels[position] == value]:
-            del self.values[labels]
-
-
-class Histogram:
-    """Cumulative buckets for each label set."""
-
-    __slots__ = ("bounds", "help", "labels", "name", "values")
-
-    def __init__(self, name: str, help: str, bounds: Sequence[float], labels: Sequence[str] = ()) -> None:
-        self.name, self.help, self.labels = name, help, tuple(labels)
-        self.bounds = tuple(bounds)
-        self.values: dict[Labels, list[float]] = {}
-        """Counts of each bucket (not cumulative), the last for +Inf, then the sum."""
-
-    def row(self, labels: Labels) -> list[float]:
-        """The counts of one label set, for `observe_in`."""
-        row = self.values.get(labels)
-        if row is None:
-            row = self.values[labels] = [0.0] * (len(self.bounds) + 2)
-        return row
-
-    def drop(self, position: int, value: str) -> None:
-        """Remove the series whose label at ``position`` is ``value``."""
-        for labels in [labels for labels in self.values if labels[position] == value]:
-            del self.values[labels]
-
-    def observe(self, labels: Labels, value: float) -> None:
-        """Count one observation."""
-        self.observe_in(self.row(labels), value)
-
-    def observe_in(self, row: list[float], value: float) -> None:
-        """Count one observation in a row got before."""
-        row[bisect_left(self.bounds, value)] += 1
-        row[-1] += value
-
-    def family(self) -> Metric:
-        """For prometheus-client."""
-        family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
-        names = [str(float(bound)) for bound in self.bounds] + ["+Inf"]
-        for labels, row in list(self.values.items()):
-            total, buckets = 0.0, []
-            for name, count in zip(names, row[:-1], strict=True):
-                total += count
-                buckets.append((name, total))
-            family.add_metric(labels, buckets, row[-1])
-        return family
-
-
-class Gauge:
-    """Read when scraped."""
-
-    __slots__ = ("help", "labels", "name", "read")
-
-    def __init__(
-        self, name: str, help: str, read: Callable[[], Iterable[tuple[Labels, float]]], labels: Sequence[str] = ()
-    ) -> None:
-        self.name, self.help, self.labels, self.read = name, help, tuple(labels), read
-
-    def family(self) -> Metric:
-        """For prometheus-client."""
-        family = GaugeMetricFamily(self.name, self.help, labels=self.labels)
-        for labels, value in self.read():
-            family.add_metric(labels, value)
-        return family
 
 
 class Tally:
@@ -164,7 +68,7 @@ class Tally:
         "who",
     )
 
-    def __init__(self, metrics: "Metrics", tenant: str, model: str, policy: str, target: str) -> None:
+    def __init__(self, metrics: Metrics, tenant: str, model: str, policy: str, target: str) -> None:
         who = self.who = (tenant, model, policy)
         at = (*who, target)
         self.metrics = metrics
@@ -220,19 +124,38 @@ class Tally:
 
 
 class Metrics:
-    """Every metric of the gateway. Names begin with ``warmroute_``; prometheus-client adds ``_total`` to counters."""
+    """Every metric of the gateway. Names begin with ``warmroute_``."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)
+        self.exposition = Exposition(self.pieces)
         self.gauges: list[Gauge] = []
         self._tallies: dict[Labels, Tally] = {}
-        self._requests()
-        self._tokens()
-        self._decisions()
-        self._pairs()
-        self._events()
-        self._queue()
+        self.groups: dict[str, list[Counter | Histogram]] = {}
+        """What each is about -> those that are about it."""
+        for about, define in (
+            ("Requests and time", self._requests),
+            ("Tokens and hits", self._tokens),
+            ("Decisions, sessions, faults", self._decisions),
+            ("Prefill and decode", self._pairs),
+            ("KV events and the index", self._events),
+            ("Queue, limits, pressure", self._queue),
+        ):
+            before = set(vars(self))
+            define()
+            new = [vars(self)[name] for name in vars(self) if name not in before]
+            self.groups[about] = [each for each in new if isinstance(each, Counter | Histogram)]
+        for counter, values in (
+            (self.recorded, ()),
+            (self.recording_dropped, ()),
+            (self.request_log_dropped, ()),
+            (self.config_reloads, ("applied", "unchanged", "failed")),
+            (self.auth_failures, ("missing", "unknown", "token", "limited", "admin")),
+            (self.pressure_skipped, ("doctor", "request")),
+            (self.session_closes, ("told", "lost")),
+            (self.migrations, ("asked", "drained")),
+        ):
+            for value in values or [None]:
+                counter.cell(() if value is None else (value,))
 
     def _requests(self) -> None:
         self.requests = Counter(
@@ -241,6 +164,10 @@ class Metrics:
         self.recorded = Counter("warmroute_recorded_requests", "Requests written to the recording.")
         self.recording_dropped = Counter(
             "warmroute_recording_dropped", "Requests not recorded: too many waited to be written, or they could not be."
+        )
+        self.request_log_dropped = Counter(
+            "warmroute_request_log_dropped",
+            "Lines missing in the log of requests: too many waited, or it cannot be written.",
         )
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
         self.config_reloads = Counter(
@@ -319,6 +246,12 @@ class Metrics:
         self.engine_cached_tokens = Counter(
             "warmroute_engine_cached_tokens",
             "Of those, what engines count as found in their cache, on the device or below it.",
+            ("worker",),
+        )
+        self.engine_aborts = Counter(
+            "warmroute_engine_aborts",
+            "Requests that engines count as aborted, whoever sent them, since the gateway looks: that they stop for clients "
+            "that left.",
             ("worker",),
         )
         self.prediction_error = Histogram(
@@ -401,6 +334,14 @@ class Metrics:
             OVERHEAD,
             ("policy",),
         )
+        self.stage = Histogram(
+            "warmroute_stage_seconds",
+            "What a request takes until it is sent, by stage: read (its body and whose it is), tokenize (token ids), match "
+            "(session and index), choose, connect (0 where a kept connection is free), write. Waiting in the queue is none.",
+            OVERHEAD,
+            ("stage",),
+        )
+        self._stages = {name: self.stage.row((name,)) for name in STAGES}
         self.lag = Histogram("warmroute_event_loop_lag_seconds", "How late the event loop woke up.", OVERHEAD)
 
     def _pairs(self) -> None:
@@ -486,8 +427,45 @@ class Metrics:
         key = (tenant, model, policy, target)
         tally = self._tallies.get(key)
         if tally is None:
+            for counter in (self.fetches, self.pair_recomputed):
+                counter.cell((model,))
             tally = self._tallies[key] = Tally(self, tenant, model, policy, target)
         return tally
+
+    def joined(self, target: str, events: bool) -> None:
+        """Of ``target`` these are counted from now on, and were 0 until now: else the first of each would be no rise.
+
+        ``events``: its KV events are listened to.
+        """
+        for counter in (self.backpressure, self.resends, self.breakers, self.hints):
+            counter.cell((target,))
+        for counter in (self.put_out, self.spared):
+            for reason in ("errors", "latency"):
+                counter.cell((target, reason))
+        for outcome in ("warmed", "refused", "failed"):
+            self.warmed.cell((target, outcome))
+        if events:
+            for counter in (
+                self.kv_batches,
+                self.kv_stored,
+                self.kv_removed,
+                self.kv_gaps,
+                self.kv_replays,
+                self.kv_unread,
+                self.kv_unplaced,
+            ):
+                counter.cell((target,))
+
+    def stages(self, exchange: Exchange, now: float) -> None:
+        """It was sent for the first time, just ``now``."""
+        rows, observe = self._stages, self.stage.observe_in
+        observe(rows["read"], exchange.read_at - exchange.started)
+        if exchange.ask.ids is not None:
+            observe(rows["tokenize"], exchange.begun_at - exchange.read_at)
+        observe(rows["match"], exchange.asked_at - exchange.begun_at)
+        observe(rows["choose"], exchange.chosen_at - exchange.turn_at)
+        observe(rows["connect"], exchange.sent_at - exchange.chosen_at)
+        observe(rows["write"], now - exchange.sent_at)
 
     def shadows(
         self, tenant: str, model: str, policy: str, shadow: str, agrees: bool, seconds: float, tokens: int
@@ -496,25 +474,23 @@ class Metrics:
         who = (tenant, model, policy, shadow)
         self.shadow_decisions.add((*who, "true" if agrees else "false"))
         for counter, saved in ((self.shadow_seconds, seconds), (self.shadow_tokens, tokens)):
-            if saved:
-                counter.add((*who, "better" if saved > 0 else "worse"), abs(saved))
+            counter.add((*who, "better"), max(saved, 0))
+            counter.add((*who, "worse"), max(-saved, 0))
 
-    def collect(self) -> Iterator[Metric]:
-        """For prometheus-client."""
-        for value in vars(self).values():
-            if isinstance(value, Counter | Histogram):
-                yield value.family()
-        for gauge in self.gauges:
-            yield gauge.family()
+    def all(self) -> list[Counter | Histogram | Gauge]:
+        """Each of them."""
+        return [each for group in self.groups.values() for each in group] + self.gauges
 
-    def exposition(self) -> bytes:
-        """Prometheus text format."""
-        return generate_latest(self.registry)
+    def pieces(self) -> Iterator[str]:
+        """Prometheus's text format, in pieces."""
+        for each in self.all():
+            yield from each.pieces()
+        yield from of_process()
 
     def drop(self, label: str, name: str) -> None:
         """``name`` left, a target, a worker or a tenant: its series go too."""
-        for value in vars(self).values():
-            if isinstance(value, Counter | Histogram) and label in value.labels:
+        for value in (each for group in self.groups.values() for each in group):
+            if label in value.labels:
                 value.drop(value.labels.index(label), name)
         if label in TALLIED:
             at = TALLIED.index(label)

@@ -39,7 +39,7 @@ class Probe:
         fleet: Fleet,
         described: Callable[[Worker], None] = lambda worker: None,
         heard: Callable[[Worker], float] = lambda worker: 0.0,
-        counted: Callable[[Worker, int, int], None] = lambda worker, prompt, cached: None,
+        counted: Callable[[Worker, int, int, int], None] = lambda worker, prompt, cached, aborted: None,
         *,
         health_seconds: float = 5.0,
         load_seconds: float = 2.0,
@@ -51,7 +51,8 @@ class Probe:
         self.heard = heard
         """When a byte of an answer last came from a worker."""
         self.counted = counted
-        """Told of prompt tokens, and of those found in its cache, that a worker has counted since it was asked before."""
+        """Told of prompt tokens, of those found in its cache, and of requests aborted, that a worker has counted since it was
+        asked before."""
         self.health_seconds = health_seconds
         self.load_seconds = load_seconds
         self.join_seconds = join_seconds
@@ -394,13 +395,15 @@ class Probe:
 
     def _count(self, worker: Worker, before: Counts | None, now: Counts | None) -> Counts | None:
         """Tell what came in between; returns what the next are compared with."""
-        if before is not None and now is not None:
+        if before is None and now is not None:
+            self.counted(worker, 0, 0, 0)
+        elif before is not None and now is not None:
             prompt, cached = now.prompt - before.prompt, now.cached - before.cached
             if worker.role is Role.DECODE:
                 cached -= now.brought - before.brought
             # Fewer than before: it started anew.
             if prompt >= 0 and now.cached >= before.cached:
-                self.counted(worker, prompt, max(0, cached))
+                self.counted(worker, prompt, max(0, cached), max(0, (now.aborted or 0) - (before.aborted or 0)))
         return now
 
 

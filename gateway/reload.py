@@ -29,7 +29,7 @@ from gateway.config_check import check
 from gateway.config_diff import compare, effective, tree
 from gateway.config_reader import ConfigError, Problem, masked
 from gateway.listed import Listed
-from gateway.metrics import Gauge
+from gateway.series import Gauge
 from gateway.source import Source, Stat, stat_of
 from gateway.tenants import Tenants
 from gateway.tls import digest, renew

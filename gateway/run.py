@@ -9,6 +9,8 @@ import logging
 import signal
 import ssl
 from functools import partial
+from importlib.metadata import version
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -48,6 +50,7 @@ from gateway.probe import Probe
 from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
 from gateway.reload import Reloading
+from gateway.requestlog import RequestLog
 from gateway.roots import Roots, Warming
 from gateway.sessions import Session, Sessions
 from gateway.source import Source
@@ -71,6 +74,8 @@ CLOSING = 10.0
 """Seconds that engines may take to hear of the ends of all sessions when the gateway stops."""
 REMEMBERED = 8
 """The part of the index, one in so many, for prompts that nobody holds any more: they tell the ceiling."""
+SENDING = 3.0
+"""Seconds that the last traces may take to be sent."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -199,6 +204,8 @@ class Running:
         listen = self.config.listen
         loop = asyncio.get_running_loop()
         await self._record()
+        self._log_requests()
+        self._trace()
         if listen.tls is not None:
             self.tls_digest, self.ca_digest = digest(listen.tls.files), digest(listen.tls.authorities)
             self.tls = context(listen.tls)
@@ -254,6 +261,15 @@ class Running:
             waiting.client.abort_with_owner()
         if self.pool is not None:
             self.pool.close()
+        if gateway.tracer is not None:
+            tracer, gateway.tracer = gateway.tracer, None
+            # A collector that does not answer keeps this thread, but not the gateway.
+            sends = Thread(target=tracer.stop, name="traces", daemon=True)
+            sends.start()
+            await asyncio.to_thread(sends.join, SENDING)
+        if gateway.request_log is not None:
+            lines, gateway.request_log = gateway.request_log, None
+            await lines.stop()
         if gateway.recorder is not None:
             recorder, gateway.recorder = gateway.recorder, None
             await recorder.stop()
@@ -274,6 +290,7 @@ class Running:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self.admin.stop()
+        await self.metrics.exposition.stop()
         for connection in list(gateway.server.connections):
             connection.shut()
         for worker in self.fleet.workers.values():
@@ -321,6 +338,26 @@ class Running:
             self.gateway.doctor.reconfigure(doctor.memory, doctor.rate, doctor.share, doctor.examples)
         self.warming.most, self.warming.seconds = config.warming.starts, config.warming.seconds
         self.gateway.roots = self.warming.roots if config.warming.starts else None
+
+    def _log_requests(self) -> None:
+        wanted = self.config.request_log
+        if wanted is None:
+            return
+        try:
+            opened = RequestLog(wanted.file, wanted.format == "json", wanted.max, wanted.keep, self.metrics)
+        except OSError as error:
+            told = f"{wanted.file!r} cannot be written: {error.strerror}"
+            raise ConfigError([Problem(None, "request_log.file", told)]) from None
+        opened.start()
+        self.gateway.request_log = opened
+
+    def _trace(self) -> None:
+        wanted = self.config.tracing
+        if wanted is not None:
+            # What it imports is an extra, and takes its time.
+            from gateway.tracing import Tracer
+
+            self.gateway.tracer = Tracer(wanted.endpoint, wanted.share, wanted.service, version("warmroute"))
 
     async def _record(self) -> None:
         wanted = self.config.recording
@@ -429,10 +466,11 @@ class Running:
             self.metrics.drop("target", name)
         self.metrics.drop("worker", worker.id)
 
-    def _counted(self, worker: Worker, prompt: int, cached: int) -> None:
+    def _counted(self, worker: Worker, prompt: int, cached: int, aborted: int) -> None:
         if worker.id in self.fleet.workers:
             self.metrics.engine_prompt_tokens.add((worker.id,), prompt)
             self.metrics.engine_cached_tokens.add((worker.id,), cached)
+            self.metrics.engine_aborts.add((worker.id,), aborted)
 
     def _make_modes(self) -> dict[str, Mode]:
         """How token ids are made, for models that have a tokenizer. Raises `ConfigError` for a file that is none."""
@@ -472,6 +510,9 @@ class Running:
     def _described(self, worker: Worker) -> None:
         self.gateway.routing.holdings.described(worker)
         self.subscriptions.watch(worker)
+        if worker.id in self.fleet.workers:
+            for target in worker.targets:
+                self.metrics.joined(target.name, target.id in self.subscriptions.listeners)
         if self.keeper is not None:
             self.keeper.arrived(worker)
         isolates = any(tenant.isolated for tenant in self.gateway.tenants.all())

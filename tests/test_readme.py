@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from gateway.config import parse
-from gateway.metrics import Histogram, Metrics
+from gateway.metrics import Metrics
+from gateway.series import Histogram
 from policies.base import Fleet, Request, Target
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

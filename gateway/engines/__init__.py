@@ -40,6 +40,8 @@ class Counts(NamedTuple):
     """Found on the device or below it."""
     brought: int = 0
     """Of those, what may have been sent by another worker: on one that decodes for others that is no hit."""
+    aborted: int | None = None
+    """Requests that it stopped because nobody wanted them any more."""
 
 
 Ask = Callable[[str], Awaitable[Answer]]
@@ -132,10 +134,10 @@ def label(labels: str, name: str) -> str | None:
     return match[1] if match else None
 
 
-def summed(text: bytes, name: str) -> int | None:
-    """One counter over all its labels; ``None`` if it is not there."""
-    values = gauge(text, name).values()
-    return whole(sum(values)) if values else None
+def summed(text: bytes, name: str, only: str = "") -> int | None:
+    """One counter over all its labels, those that have ``only`` in them; ``None`` if it is not there at all."""
+    found = gauge(text, name)
+    return whole(sum(value for labels, value in found.items() if only in labels)) if found else None
 
 
 def by_rank(text: bytes, name: str, rank_label: str) -> dict[int, float]:

@@ -87,7 +87,8 @@ class SGLang:
         prompt = summed(metrics.body, "sglang:prompt_tokens_total")
         # It appears with the first hit.
         cached = summed(metrics.body, "sglang:cached_tokens_total") or 0
-        return None if prompt is None else Counts(prompt, cached)
+        aborted = summed(metrics.body, "sglang:num_aborted_requests_total")
+        return None if prompt is None else Counts(prompt, cached, aborted=aborted)
 
     async def _loads(self, ask: Ask) -> list[dict[str, Any]]:
         body = (await ask("/v1/loads?include=core")).json()

@@ -76,7 +76,8 @@ class VLLM:
         if asked is None or found is None:
             return None
         brought = summed(metrics.body, "vllm:external_prefix_cache_hits_total") or 0
-        return Counts(asked, found + brought, brought)
+        aborted = summed(metrics.body, "vllm:request_success_total", 'finished_reason="abort"')
+        return Counts(asked, found + brought, brought, aborted)
 
 
 def _sources(told: Any) -> list[EventSource]:

@@ -69,19 +69,21 @@ def request_head(
     keyed: bool,
     rank: int | None = None,
     extra: bytes = b"",
+    traced: bool = False,
 ) -> bytes:
-    """Head of the request to a worker. ``extra``: complete lines of this request alone.
+    """Head of the request to a worker. ``extra``: complete lines of this request alone; ``traced``: a traceparent is among
+    them, in place of the client's.
 
     ``keyed``: credentials are the gateway's own, so the client's stop here. A worker's key takes their place. ``rank``: the
     data-parallel rank to use, where there are several: the engine's own balancer would undo the choice.
     """
-    key = (authority, base, worker_key, keyed, rank)
+    key = (authority, base, worker_key, keyed, rank, traced)
     start = incoming.memo.get(key)
     if start is None:
         if len(incoming.memo) > MEMO:
             # One for each worker that this connection's requests went to: with many workers, not worth keeping.
             incoming.memo.clear()
-        start = _request_start(incoming, base, authority, worker_key, keyed, rank)
+        start = _request_start(incoming, base, authority, worker_key, keyed, rank, traced)
         incoming.memo[key] = start
     assert isinstance(start, bytes)
     if length or incoming.method in _WITH_BODY:
@@ -96,7 +98,13 @@ _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 
 
 def _request_start(
-    incoming: Incoming, base: bytes, authority: bytes, worker_key: str | None, keyed: bool, rank: int | None
+    incoming: Incoming,
+    base: bytes,
+    authority: bytes,
+    worker_key: str | None,
+    keyed: bool,
+    rank: int | None,
+    traced: bool,
 ) -> bytes:
     """The head up to the value of ``x-request-id``."""
     target = base + incoming.path
@@ -110,6 +118,8 @@ def _request_start(
             named |= {option.strip().lower() for option in value.split(b",")}
     for low, name, value in incoming.fields:
         if low in _REQUEST_STOPS or low in named or (strips and low in _CREDENTIALS):
+            continue
+        if traced and low == b"traceparent":
             continue
         if low in GUARDED_HEADERS or low.startswith(b"x-override-") or (b"_" in low and _guarded(low)):
             continue

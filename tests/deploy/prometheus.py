@@ -54,6 +54,8 @@ async def scraping(port: int, folder: Path) -> AsyncIterator[Prometheus]:
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"] = [job for job in config["scrape_configs"] if job["job_name"] == "warmroute"]
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{port}"]
+    config["global"]["evaluation_interval"] = "1s"
+    config["rule_files"] = [str(CONFIG.parent / name) for name in config["rule_files"]]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     assert BINARY is not None

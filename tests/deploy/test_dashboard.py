@@ -1,12 +1,12 @@
-"""Every query of the shipped dashboard, run by a real Prometheus that scraped a real gateway under load."""
+"""Every query of the shipped dashboards, run by a real Prometheus that scraped a real gateway under load."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import shutil
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from math import isfinite
@@ -19,7 +19,17 @@ import msgspec
 import pytest
 import yaml
 
-from gateway.config import Config, ModelConfig, WorkerConfig
+from gateway.config import (
+    Config,
+    LimitsConfig,
+    ModelConfig,
+    Recording,
+    Secret,
+    ShadowConfig,
+    TenantConfig,
+    WorkerConfig,
+)
+from gateway.reference import reference
 from gateway.run import Running
 from load_tests.client import Client, Results
 from load_tests.demo import MODEL, Fleet
@@ -29,8 +39,8 @@ from tests.conftest import Require
 from tests.deploy.prometheus import BINARY, Prometheus, scraping
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/warmroute.json").read_text())
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+DASHBOARDS = {file.stem: json.loads(file.read_text()) for file in (DEPLOY / "grafana/dashboards").glob("*.json")}
+PANELS = [panel for each in DASHBOARDS.values() for panel in each["panels"] if panel["type"] != "row"]
 CURE = "apt-get install prometheus"
 ORPHAN = {
     "type": "BlockStored",
@@ -41,12 +51,19 @@ ORPHAN = {
 }
 """Stored behind a block that nobody knows."""
 PAIRS = "warmroute_pd_"
+UNSEEN = {
+    "warmroute_routed_requests_total",
+    "warmroute_jwks_reads_total",
+    "warmroute_jwks_age_seconds",
+    "warmroute_jwks_keys",
+}
+"""Metrics of which no panel is: what they tell is on others, or in an alert."""
 UNITS = {"s", "short", "reqps", "bytes", "percentunit"}
 
 
 def filled(query: str, interval: str = "5s") -> str:
     """A query as Grafana sends it with every variable at All."""
-    for name, value in (("$__rate_interval", interval), ("$model", ".*"), ("$target", ".*")):
+    for name, value in (("$__rate_interval", interval), ("$model", ".*"), ("$target", ".*"), ("$tenant", ".*")):
         query = query.replace(name, value)
     assert "$" not in query
     return query
@@ -56,7 +73,7 @@ def queries() -> list[tuple[str, str]]:
     return [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
 
 
-async def start_fleet(stack: AsyncExitStack) -> Fleet:
+async def start_fleet(stack: AsyncExitStack, folder: Path) -> Fleet:
     """Engines that publish KV events, one of them with host memory below a small device; chats are routed by token ids."""
     engines = []
     for number in range(4):
@@ -76,6 +93,14 @@ async def start_fleet(stack: AsyncExitStack) -> Fleet:
     config = Config(models={MODEL: ModelConfig(tokenizer="engine")}, drain=0.0, drain_limit=5.0)
     config.listen.host, config.listen.port, config.admin.port = "127.0.0.1", 0, 0
     config.workers = [WorkerConfig(engine.url) for engine in engines]
+    config.probes.load = 0.3
+    config.recording = Recording(str(folder / "recording.jsonl"))
+    config.anonymous = True
+    config.tenants = [
+        TenantConfig("metered", [Secret("metered-key")], limits=LimitsConfig(requests_per_minute=2)),
+        TenantConfig("narrow", [Secret("narrow-key")], limits=LimitsConfig(concurrency=1)),
+        TenantConfig("tried", [Secret("tried-key")], shadow=ShadowConfig("least_load", share=1.0)),
+    ]
     running = Running(config)
     await running.start()
     stack.push_async_callback(running.stop)
@@ -114,6 +139,34 @@ async def trouble(fleet: Fleet, turn: int) -> None:
                 if line.startswith("data: "):
                     break
         assert (await http.get("/v1/nothing")).status_code == 404
+        await of_tenants(http, turn)
+
+
+async def of_tenants(http: httpx.AsyncClient, turn: int) -> None:
+    """One is over its limit, one may run one request at a time, one has a shadow; one key is nobody's; a prompt breaks."""
+
+    async def ask(key: str, text: str, **more: Any) -> int:
+        headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})} if key else more.pop("headers", {})
+        messages = [{"role": "system", "content": more.pop("system", "Be brief.")}, {"role": "user", "content": text}]
+        body = {"model": MODEL, "max_tokens": 2, "messages": messages, **more}
+        return (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code
+
+    for number in range(4):
+        await ask("metered-key", f"{turn} {number}")
+        await ask("tried-key", f"{turn} {number} " + "a story that is told again " * (40 * number))
+    assert await ask("nobody's-key", "hello") == 401
+    long = {"max_tokens": 300, "ignore_eos": True}
+    statuses = await asyncio.gather(
+        ask("narrow-key", "one", **long),
+        ask("narrow-key", "two"),
+        *[ask("narrow-key", f"more {at}", headers={"x-request-timeout": "0.05"}, **long) for at in range(2)],
+    )
+    assert 429 in statuses
+    rules = "It is half past ten. " + "Follow each of the rules. " * 200
+    for minute in range(3):
+        # Far more than a page is shared, and then it breaks.
+        system = rules.replace("ten", f"{minute + 1}{turn}")
+        await ask("", "go on", system=system, headers={"x-session-id": f"broken-{turn}"})
 
 
 async def settled(prometheus: Prometheus, fleet: Fleet) -> None:
@@ -152,7 +205,7 @@ async def agrees(prometheus: Prometheus, fleet: Fleet) -> None:
     for engine, each in zip(fleet.engines, stats, strict=True):
         of_target = f'sum(warmroute_cached_tokens_total{{target="127.0.0.1:{engine.port}"}})'
         assert await prometheus.value(of_target) == each["cached_tokens"]
-    panel = next(query for title, query in queries() if title == "Hit rate, reported and predicted")
+    panel = next(query for title, query in queries() if title == "Hit rate against its ceiling")
     shown = await prometheus.value(filled(panel, "5m"))
     assert shown == pytest.approx(cached / prompt, abs=0.03)
 
@@ -161,7 +214,7 @@ async def test_every_panel_has_data_and_agrees_with_the_engines(require: Require
     require("prometheus", BINARY is not None, CURE)
     sessions = agent_sessions(sessions=16, turns=5, seed=3, think=0.4, spread=1.5)
     async with AsyncExitStack() as stack:
-        fleet = await start_fleet(stack)
+        fleet = await start_fleet(stack, tmp_path)
         prometheus = await stack.enter_async_context(scraping(fleet.running.admin.port, tmp_path))
         began = time()
         async with Client(fleet.url, MODEL) as client:
@@ -235,8 +288,8 @@ async def test_the_row_of_pairs_has_data(require: Require, tmp_path: Path) -> No
 async def offers(prometheus: Prometheus, fleet: Fleet) -> None:
     """The dashboard's variables list the model and all targets."""
     targets = {f"127.0.0.1:{engine.port}" for engine in fleet.engines}
-    for name, values in (("model", {MODEL}), ("target", targets)):
-        (variable,) = [each for each in DASHBOARD["templating"]["list"] if each["name"] == name]
+    for name, values in (("model", {MODEL}), ("target", targets), ("tenant", {"anonymous"})):
+        (variable,) = [each for each in DASHBOARDS["cache"]["templating"]["list"] if each["name"] == name]
         asked = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
         assert asked is not None
         assert await prometheus.label_values(asked[1], asked[2]) == values
@@ -249,11 +302,38 @@ async def has_data(prometheus: Prometheus, query: str, since: float) -> bool:
 
 def test_panels_say_what_they_show() -> None:
     for panel in PANELS:
-        assert len(panel["description"]) > 20, panel["title"]
+        assert len(panel["description"]) > 10, panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "model", "target"}
+    assert set(DASHBOARDS) == {"fleet", "cache", "tenants", "gateway"}
+    for each in DASHBOARDS.values():
+        assert len({panel["id"] for panel in each["panels"]}) == len(each["panels"])
+        names = {variable["name"] for variable in each["templating"]["list"]}
+        text = json.dumps(each)
+        # A variable that changes nothing would be a lie.
+        assert names - {"datasource"} == {name for name in ("model", "tenant", "target") if f"${name}" in text}
+        assert each["annotations"]["list"]
+
+
+def test_what_is_shipped_is_what_its_source_makes() -> None:
+    """``python deploy/grafana/build.py`` writes it."""
+    made = subprocess.run(
+        [sys.executable, "-c", "import build, json; print(json.dumps(build.texts()))"],
+        cwd=DEPLOY / "grafana",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    shipped = {file.name: file.read_text() for file in (DEPLOY / "grafana/dashboards").glob("*.json")}
+    assert json.loads(made.stdout) == shipped
+
+
+async def test_every_metric_is_on_some_dashboard() -> None:
+    text = json.dumps(DASHBOARDS)
+    told = re.findall(r"^\| `(\w+)`", await reference(), re.MULTILINE)
+    assert len(told) > 80
+    assert {name for name in told if name not in text} == UNSEEN
 
 
 def test_queries_take_rates_of_counters_and_hide_no_gap() -> None:
@@ -271,13 +351,3 @@ def test_provisioned_files_point_at_each_other() -> None:
     assert source["jsonData"]["timeInterval"] == scrape
     (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/warmroute.yaml").read_text())["providers"]
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
-
-
-def test_promtool_accepts_the_configuration(require: Require) -> None:
-    promtool = shutil.which("promtool")
-    require("prometheus", promtool is not None, CURE)
-    assert promtool is not None
-    checked = subprocess.run(
-        [promtool, "check", "config", DEPLOY / "prometheus/prometheus.yml"], capture_output=True, text=True, timeout=30
-    )
-    assert checked.returncode == 0, checked.stderr

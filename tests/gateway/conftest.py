@@ -13,6 +13,7 @@ from gateway.config import Config, WorkerConfig
 from gateway.run import Running
 from gateway.workers import State
 from load_tests.engine import Engine, EngineOptions
+from tests.gateway.collector import Collector, collecting
 from tests.gateway.scripted import Scripted
 from tests.gateway.talk import until
 
@@ -106,3 +107,10 @@ async def scripted() -> AsyncIterator[StartScripted]:
     yield begin
     for worker in workers:
         await worker.stop()
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[Collector]:
+    """Takes traces."""
+    async with collecting() as there:
+        yield there

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import door
 from gateway.config import Config, MetricsAddress, ModelConfig, Secret, TenantConfig
-from gateway.metrics import Counter, Histogram
 from gateway.run import Running
+from gateway.series import Counter, Histogram
 from gateway.workers import State
 from tests.gateway.conftest import Begin, StartEngine
 from tests.gateway.talk import Raw, chat, long_chat, once, request, settled, until
@@ -740,7 +740,7 @@ async def test_metrics_parse_and_no_label_is_a_client_s(gateway: Begin, engine: 
                 assert "client-" not in value
                 if label in allowed:
                     assert value in allowed[label], (sample.name, label, value)
-    assert all(name.startswith("warmroute_") for name in names)
+    assert all(name.startswith(("warmroute_", "process_")) for name in names)
     assert {"warmroute_requests", "warmroute_decisions", "warmroute_session_outcomes", "warmroute_sessions"} <= names
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 
 from gateway import door, live
 from gateway.config import Config, LimitsConfig, Secret, TenantConfig, WorkerConfig
-from gateway.metrics import Counter
 from gateway.run import Running
+from gateway.series import Counter
 from gateway.verdict import verdict
 from gateway.windows import Total, quantile
 from tests.gateway.conftest import Begin, StartEngine, StartScripted

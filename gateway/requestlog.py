@@ -1,0 +1,245 @@
+"""The log of requests: one line each, when it is over, as JSON or as ``key=value``.
+
+While a request is answered only a tuple is put aside. Lines are a thread's, which owns the file and rests between batches; what
+does not fit into its bounded queue is dropped and counted. The file is rotated by size, and so many old ones are kept. It tells
+sizes, times, places and reasons; of what was said nothing, and of a session the hash that stands for it everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from re import compile as pattern
+from threading import Event, Thread
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gateway.dialects import Usage
+from gateway.metrics import Metrics
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
+
+log = logging.getLogger("warmroute")
+
+QUEUE = 20_000
+"""Lines that wait to be written, at most."""
+PAUSE = 0.2
+"""Seconds between two looks at the queue."""
+BATCH = 500
+STOP = 2.0
+"""Seconds in which what waits may still be written at the end."""
+CONSOLE = "-"
+"""Instead of a file: standard output."""
+LONGEST = 2048
+"""Characters of a path that are told."""
+
+_PLAIN = pattern(r"[!#-<>-\[\]-~]+")
+"""What needs no quotes in ``key=value``: visible ASCII but for quotes, equals signs and backslashes."""
+
+
+class Ended(NamedTuple):
+    """What is told of a request. Times are seconds, sizes tokens; ``None``: not known, or it did not come so far."""
+
+    time: float
+    """When it was over, since the epoch."""
+    id: str
+    status: int | None
+    outcome: str
+    """As metrics tell it; ``refused`` before it was routed."""
+    path: str
+    tenant: str | None = None
+    model: str | None = None
+    kind: str | None = None
+    policy: str | None = None
+    reason: str | None = None
+    target: str | None = None
+    prefill_target: str | None = None
+    session: str | None = None
+    session_source: str | None = None
+    turn: int | None = None
+    attempts: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    predicted_cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    queued_seconds: float | None = None
+    overhead_seconds: float | None = None
+    ttft_seconds: float | None = None
+    seconds: float | None = None
+    trace: str | None = None
+
+
+def line(ended: Ended, as_json: bool) -> str:
+    """One line, its end included."""
+    told: dict[str, Any] = {name: value for name, value in zip(Ended._fields, ended, strict=True) if value is not None}
+    told["time"] = datetime.fromtimestamp(ended.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    for name, value in told.items():
+        if isinstance(value, float):
+            told[name] = round(value, 6)
+    # Escaped to ASCII: no terminal and no reader of lines takes a part of it for something else.
+    return (json.dumps(told, separators=(",", ":")) if as_json else _text(told)) + "\n"
+
+
+def _text(told: Mapping[str, Any]) -> str:
+    parts = []
+    for name, value in told.items():
+        text = value if isinstance(value, str) else f"{value}"
+        parts.append(f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
+    return " ".join(parts)
+
+
+class Console:
+    """Standard output."""
+
+    def append(self, lines: bytes) -> None:
+        """Raises `OSError`."""
+        rest = memoryview(lines)
+        while rest:
+            rest = rest[os.write(1, rest) :]
+
+    def close(self) -> None:
+        """It stays open."""
+
+
+class Rotated:
+    """A file that becomes ``file.1`` when it has ``most`` bytes, and that ``file.2``, up to ``keep``. Raises `OSError`."""
+
+    def __init__(self, file: str, most: int, keep: int) -> None:
+        self._name, self._most, self._keep = file, most, keep
+        self._open()
+
+    def _open(self) -> None:
+        self._file = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        self._size = os.fstat(self._file).st_size
+
+    def append(self, lines: bytes) -> None:
+        """Whole lines; either all of them are there afterwards, or none and `OSError` is raised."""
+        try:
+            rest = memoryview(lines)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(lines)
+        if self._size >= self._most:
+            self._rotate()
+
+    def _rotate(self) -> None:
+        with suppress(FileNotFoundError):
+            for number in range(self._keep, 1, -1):
+                with suppress(FileNotFoundError):
+                    os.replace(f"{self._name}.{number - 1}", f"{self._name}.{number}")
+            os.replace(self._name, f"{self._name}.1")
+        os.close(self._file)
+        self._open()
+
+    def close(self) -> None:
+        """No more lines."""
+        os.close(self._file)
+
+
+class RequestLog:
+    """Lines of one gateway. ``start()``, then `ended` and `refused`, then ``await stop()``. Raises `OSError` for a file that
+    cannot be opened."""
+
+    def __init__(self, file: str, as_json: bool, most: int, keep: int, metrics: Metrics) -> None:
+        self._json = as_json
+        self._metrics = metrics
+        self._file = Console() if file == CONSOLE else Rotated(file, most, keep)
+        self._queue: deque[Ended] = deque()
+        self._wake = Event()
+        self._ending = False
+        self._thread = Thread(target=self._run, name="request log", daemon=True)
+        self._failed = False
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Write what waits, for some seconds at most."""
+        self._ending = True
+        self._wake.set()
+        # A disk that hangs keeps the thread, but not the gateway.
+        await asyncio.to_thread(self._thread.join, STOP)
+
+    def refused(self, request_id: bytes, path: bytes, status: int) -> None:
+        """A request was refused before it was routed."""
+        self._put(Ended(time(), _latin(request_id), status, "refused", _latin(path[:LONGEST])))
+
+    def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, seconds: float) -> None:
+        """A request is over after so many seconds."""
+        ask, target, choice = exchange.ask, exchange.target, exchange.choice
+        session = ask.session
+        self._put(
+            Ended(
+                time(),
+                _latin(exchange.request_id),
+                exchange.status or None,
+                outcome,
+                _latin(exchange.incoming.path[:LONGEST]),
+                ask.tenant.name,
+                ask.model_name,
+                exchange.route.kind,
+                ask.policy.name,
+                None if choice is None else choice.reason,
+                None if target is None else target.name,
+                None if exchange.legs is None else exchange.legs.prefill.name,
+                None if session is None else session.key.hex(),
+                ask.found,
+                ask.turn or None,
+                exchange.attempts,
+                None if usage is None else usage.prompt,
+                None if usage is None else usage.cached,
+                ask.predicted,
+                None if usage is None else usage.completion,
+                exchange.turn_at - exchange.asked_at if exchange.turn_at else None,
+                exchange.written_at - exchange.started if exchange.written_at else None,
+                exchange.first_at - exchange.started if exchange.events and exchange.first_at else None,
+                seconds,
+                None if exchange.trace is None else exchange.trace.id,
+            )
+        )
+
+    def _put(self, ended: Ended) -> None:
+        if len(self._queue) >= QUEUE:
+            self._metrics.request_log_dropped.add()
+        else:
+            self._queue.append(ended)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last, until = False, 0.0
+        while not last:
+            self._wake.wait(PAUSE)
+            last = self._ending
+            until = monotonic() + STOP if last else until
+            while self._queue and not (last and monotonic() > until):
+                taken = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+                self._write("".join([line(each, self._json) for each in taken]), len(taken))
+        self._file.close()
+
+    def _write(self, text: str, lines: int) -> None:
+        try:
+            self._file.append(text.encode())
+        except OSError as error:
+            self._metrics.request_log_dropped.add((), lines)
+            if not self._failed:
+                log.warning("the request log cannot be written: %s", error)
+            self._failed = True
+        else:
+            self._failed = False
+
+
+def _latin(text: bytes) -> str:
+    return text.decode("latin-1")
