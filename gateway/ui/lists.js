@@ -7,6 +7,7 @@ import { list } from "/ui/fleet.js";
 const RECENT = 100, SEARCHED = 1000, SHOWN = 100;
 let show = () => {};
 let live = { tenants: [] };
+let examine = () => {};
 
 export function startLists(open) {
   show = open;
@@ -17,13 +18,15 @@ export function startLists(open) {
     typing = setTimeout(turn, 150);
   });
   whileSeen(at("prefixes"), 6, prefixes);
-  whileSeen(at("doctor"), 6, doctor);
+  examine = whileSeen(at("doctor"), 6, doctor);
   whileSeen(at("tenants"), 2, tenants);
 }
 
 // What the feed says of tenants and the doctor.
 export function listsNow(told) {
+  const first = live.doctor === undefined;
   live = told;
+  if (first) examine();
 }
 
 function failed(place) {

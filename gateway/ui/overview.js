@@ -128,7 +128,7 @@ const REQUESTS = (openSession) => [
   ["Reason", "", (row) => el("span", { title: row.policy }, row.reason ?? NOTHING)],
   ["Prompt", "number extra", (row) => count(row.prompt_tokens)],
   ["Found", "number", (row) => percent(row.prompt_tokens && row.cached_tokens !== null ? row.cached_tokens / row.prompt_tokens : null)],
-  ["First token", "number", (row) => ms(row.ttft_ms)],
+  ["TTFT", "number", (row) => ms(row.ttft_ms)],
   ["", "", (row) => (row.outcome === "ok" ? "" : el("span", { class: "tag bad" }, `${row.status ?? ""} ${row.outcome}`))],
 ];
 
