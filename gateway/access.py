@@ -20,6 +20,7 @@ from aiohttp import web
 from gateway.door import Door
 from gateway.errors import BadRequest, Fault
 from gateway.guesses import Guesses
+from gateway.page import static
 
 if TYPE_CHECKING:
     from gateway.run import Running
@@ -83,12 +84,13 @@ class Access:
     def _check(self, request: web.Request) -> None:
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
         other = origin is not None and _authority(origin) != request.host
-        if other or site not in (None, "none", "same-origin"):
+        # A link to the page may stand anywhere.
+        if other or (site not in (None, "none", "same-origin") and not static(request)):
             raise web.HTTPForbidden(reason="requests of other sites are refused")
         if not self.running.config.admin.token and not _local(request.host):
             # A name that some site lets point to this machine: then its pages are of the same origin.
             raise web.HTTPForbidden(reason="without a token the admin port answers to localhost and to addresses only")
-        if request.path not in ("/healthz", "/readyz") and not self.authorized(request):
+        if request.path not in ("/healthz", "/readyz") and not static(request) and not self.authorized(request):
             self._guessed(request)
             raise web.HTTPUnauthorized(reason="send the admin token as 'Authorization: Bearer TOKEN'")
         browser = origin is not None or site is not None

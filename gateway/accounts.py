@@ -99,6 +99,8 @@ class Accounts:
             gateway.tracer.ended(exchange, outcome, usage)
         if legs is not None:
             usage = gateway.pairs.usage(legs, usage)
+        if gateway.sample is not None:
+            gateway.sample.ended(exchange, outcome, usage, seconds)
         opened = exchange.reading.opened
         if isinstance(opened, Opened) and not exchange.settles:
             assert gateway.opened is not None

@@ -1,8 +1,8 @@
 """The control plane: health, metrics, workers, sessions, the dry run. JSON over aiohttp, on an address of its own.
 
-With a token configured everything but ``/healthz`` and ``/readyz`` needs it as a bearer token; without one the address must
-be loopback. Requests that a browser makes on another site's behalf are refused (`gateway.access`). `gateway.openapi` describes
-all of it.
+With a token configured everything but ``/healthz``, ``/readyz`` and the page's own files needs it as a bearer token; without
+one the address must be loopback. Requests that a browser makes on another site's behalf are refused (`gateway.access`).
+`gateway.openapi` describes all of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from gateway.door import Door
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
 from gateway.errors import BadRequest, NotFound
+from gateway.ledger import rows
+from gateway.live import Live
 from gateway.openapi import DOCUMENT
+from gateway.page import FOLDER, Page
 from gateway.portrait import brief, whole
+from gateway.prefixes import Prefixes
 from gateway.reload import NoFile
 from gateway.routing import draw_of
 from gateway.sessions import Session
@@ -46,6 +50,9 @@ class AdminSite:
         self._doors: list[Door] = []
         self.access = Access(running)
         self._salt = urandom(16)
+        self.live = Live(running)
+        self._page = Page()
+        self._prefixes = Prefixes(running, self.live.name)
 
     async def start(self) -> None:
         """Listen. Raises `OSError`."""
@@ -58,6 +65,7 @@ class AdminSite:
 
     async def stop(self) -> None:
         """Stop listening."""
+        await self.live.stop()
         for runner in self._runners:
             await runner.cleanup()
         self._runners.clear()
@@ -82,6 +90,9 @@ class AdminSite:
     def _application(self) -> web.Application:
         application = web.Application(middlewares=[self.access.timed, self.access.guard], client_max_size=0)
         route = application.router
+        route.add_get("/", self._page.index)
+        route.add_get(FOLDER + "{name}", self._page.file)
+        route.add_get("/live", self.live.serve, allow_head=False)
         route.add_get("/healthz", self.healthz)
         route.add_get("/readyz", self.readyz)
         route.add_get("/metrics", self.metrics)
@@ -96,6 +107,8 @@ class AdminSite:
         route.add_get("/sessions/{id}", self.session)
         route.add_delete("/sessions/{id}", self.remove_session)
         route.add_post("/sessions/{id}/move", self.move_session)
+        route.add_get("/prefixes", self.prefixes)
+        route.add_get("/tenants", self.tenants)
         route.add_get("/doctor", self.doctor)
         route.add_post("/route", self.route)
         route.add_get("/config", self.config)
@@ -300,6 +313,14 @@ class AdminSite:
         if session is None:
             raise NotFound(f"no session is called {text!r}; GET /sessions lists the recent ones")
         return session
+
+    async def prefixes(self, request: web.Request) -> web.Response:
+        """The hottest prefixes that prompts share, as a tree, with who holds them; no text of them."""
+        return in_json(self._prefixes.told())
+
+    async def tenants(self, request: web.Request) -> web.Response:
+        """All tenants: what they are granted and what they use of it."""
+        return in_json({"tenants": rows(self.running.gateway)})
 
     async def doctor(self, request: web.Request) -> web.Response:
         """Why prompts are not found in caches: findings, the costliest first."""

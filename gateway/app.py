@@ -57,6 +57,7 @@ from gateway.pressure import Limits, Pressure, Rung, logged
 from gateway.records import Recorder
 from gateway.roots import Roots
 from gateway.routing import Routing, draw_of
+from gateway.sample import Sample
 from gateway.sessions import Sessions
 from gateway.tenants import Tenant, Tenants
 from gateway.trials import Policies
@@ -138,6 +139,8 @@ class Gateway:
         self.doctor: Doctor | None = None
         self.tracer: Tracer | None = None
         self.request_log: RequestLog | None = None
+        self.sample: Sample | None = None
+        """Keeps some of the requests that end, while somebody watches."""
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
         self.labels = labels

@@ -51,6 +51,11 @@ class Minute:
                 self._slots[at % SECONDS] = 0.0
         self._last = second
 
+    def now(self, now: float) -> float:
+        """The sum as it is then."""
+        self._slide(now)
+        return self.total
+
     def add(self, amount: float, now: float) -> None:
         """Count ``amount``."""
         self._slide(now)

@@ -7,6 +7,9 @@ what they do not know.
 
 from typing import Any
 
+from gateway.live import MOST_EVENTS
+from gateway.page import KINDS
+
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
@@ -95,6 +98,7 @@ def named(what: str) -> Schema:
     }
 
 
+SEGMENT: Schema = {"type": "string", "pattern": "^[a-z]{1,40}[.](html|js|css|svg)$"}
 WORKER = [named("The worker's id: host:port and the path of its URL, percent-encoded.")]
 SESSION = [named("The session's id: 32 hex digits.")]
 
@@ -246,6 +250,34 @@ SCHEMAS: dict[str, Schema] = {
             )
         ),
     ),
+    "Prefix": objects(
+        id=TEXT,
+        model=TEXT,
+        tenant=maybe(TEXT),
+        apart=YES,
+        tokens=WHOLE,
+        adds_tokens=WHOLE,
+        prompts=WHOLE,
+        prompts_complete=YES,
+        used_seconds_ago=NUMBER,
+        holders=many(TEXT),
+        holders_total=WHOLE,
+        children=many(ref("Prefix")),
+    ),
+    "Tenant": objects(
+        name=TEXT,
+        policy=maybe(TEXT),
+        policies=each(maybe(TEXT)),
+        priority=TEXT,
+        weight=NUMBER,
+        isolation={"enum": ["shared", "isolated"]},
+        models=maybe(many(TEXT)),
+        aliases=each(TEXT),
+        canonical=many(TEXT),
+        limits=each(objects(granted=NUMBER, used=NUMBER)),
+        running=WHOLE,
+        queued=WHOLE,
+    ),
     "NewWorker": {
         "type": "object",
         "required": ["url"],
@@ -261,6 +293,44 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 PATHS: dict[str, Schema] = {
+    "/": {
+        "get": operation(
+            "The page: the fleet, live.",
+            {"description": "HTML.", "content": {"text/html": {"schema": TEXT}}},
+            security=[],
+        ),
+    },
+    "/ui/{name}": {
+        "parameters": [
+            {"name": "name", "in": "path", "required": True, "description": "A file of the page.", "schema": SEGMENT}
+        ],
+        "get": operation(
+            "What the page is made of.",
+            {
+                "description": "It.",
+                "content": {kind: {"schema": TEXT} for kind in KINDS.values()},
+            },
+            404,
+            security=[],
+        ),
+    },
+    "/live": {
+        "get": operation(
+            "What the fleet does, as server-sent events, about one a second; the first has all tiles, others what changed.",
+            {
+                "description": "Each event's data is a JSON object; its keys may become more.",
+                "content": {"text/event-stream": {}},
+            },
+            503,
+            parameters=[
+                query(
+                    "events",
+                    "How many; without it, until one side ends.",
+                    {"type": "integer", "minimum": 1, "maximum": MOST_EVENTS},
+                )
+            ],
+        )
+    },
     "/healthz": {
         "get": operation("The process lives; how its configuration is.", _json("It does.", ref("Health")), security=[]),
     },
@@ -350,6 +420,21 @@ PATHS: dict[str, Schema] = {
             ),
         ),
     },
+    "/prefixes": {
+        "get": operation(
+            "The hottest prefixes that prompts share, as a tree, with who holds them; no text of them.",
+            _json(
+                "As it was some seconds ago at most.",
+                objects(prefixes=many(ref("Prefix")), looked_at=WHOLE, complete=YES, age_seconds=NUMBER),
+            ),
+        )
+    },
+    "/tenants": {
+        "get": operation(
+            "All tenants: what they are granted and what they use of it; no keys.",
+            _json("By name.", objects(tenants=many(ref("Tenant")))),
+        )
+    },
     "/doctor": {
         "get": operation(
             "Why prompts are not found in caches, the costliest first.", _json("Findings.", ref("Findings")), 404
@@ -402,7 +487,7 @@ DOCUMENT: Schema = {
         "title": "Warmroute control plane",
         "version": "1",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-        "description": "Everything but /healthz and /readyz needs the admin token, if one is configured.",
+        "description": "Everything but /healthz, /readyz and the page's files needs the admin token, if one is configured.",
     },
     "paths": PATHS,
     "components": {

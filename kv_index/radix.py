@@ -168,6 +168,10 @@ class RadixIndex:
         state = self._targets.get(target)
         return state.capacity if state else None
 
+    def roots(self) -> Iterator[tuple[bytes, Node]]:
+        """Each namespace with the node below which its prompts are."""
+        yield from self._roots.items()
+
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def set_capacity(self, target: int, pages: int | None) -> None:

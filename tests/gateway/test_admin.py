@@ -217,7 +217,8 @@ async def test_unknown_paths_and_methods_are_told_in_json(gateway: Begin, engine
     running = await gateway(await engine())
     for method, path, expected in (
         ("GET", "/nowhere", 404),
-        ("GET", "/", 404),
+        ("POST", "/", 405),
+        ("GET", "/ui/nothing.js", 404),
         ("PUT", "/workers", 405),
         ("POST", "/metrics", 405),
         ("GET", "/route", 405),
