@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.metrics import Counter, Histogram, Labels, Metrics
+from gateway.exposition import Labels
+from gateway.metrics import Metrics
+from gateway.series import Counter, Histogram
 
 WINDOW = 60.0
 """Seconds that a rate is told of."""
