@@ -137,10 +137,10 @@ class Gateway:
         self.opened: OpenSessions | None = None
         """Sessions that clients open on engines, where they may."""
         self.doctor: Doctor | None = None
-        self.sample: Sample | None = None
-        """Keeps some of the requests that end, while somebody watches."""
         self.tracer: Tracer | None = None
         self.request_log: RequestLog | None = None
+        self.sample: Sample | None = None
+        """Keeps some of the requests that end, while somebody watches."""
         self.roots: Roots | None = None
         """Counts the starts that sessions share."""
         self.labels = labels

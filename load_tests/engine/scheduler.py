@@ -77,6 +77,10 @@ class Scheduler:
         if self._drop(sequence):
             sequence.state = "aborted"
             self.totals.aborts += 1
+            if sequence.cached is not None:
+                self.totals.aborted_prompt_tokens += len(sequence.prompt)
+                self.totals.aborted_cached_tokens += sequence.cached - sequence.brought
+                self.totals.aborted_generated_tokens += sequence.emitted
             if sequence.link is not None:
                 sequence.link.left(sequence)
 

@@ -100,7 +100,8 @@ class Step:
 class Counters:
     """Totals since start. prompt, cached and computed are counted when a sequence is first admitted to a step, with
     computed = prompt - cached - transferred; host and disk are the part of cached that came from there, transferred came
-    from another engine; recomputed counts the prompt and output tokens that preemption made computing again."""
+    from another engine; recomputed counts the prompt and output tokens that preemption made computing again. The aborted ones
+    are the parts of prompt, cached and generated that belong to sequences whose client did not wait for the end."""
 
     requests: int = 0
     finished: int = 0
@@ -115,4 +116,7 @@ class Counters:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
+    aborted_prompt_tokens: int = 0
+    aborted_cached_tokens: int = 0
+    aborted_generated_tokens: int = 0
     steps: int = 0
