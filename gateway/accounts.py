@@ -93,14 +93,14 @@ class Accounts:
         ask, target = exchange.ask, exchange.target
         seconds = gateway.clock() - exchange.started
         legs = exchange.legs
-        if gateway.request_log is not None:
-            gateway.request_log.ended(exchange, outcome, usage, seconds)
-        if gateway.tracer is not None and (exchange.trace is not None or not exchange.attempts):
-            gateway.tracer.ended(exchange, outcome, usage)
         if legs is not None:
             usage = gateway.pairs.usage(legs, usage)
         if gateway.sample is not None:
             gateway.sample.ended(exchange, outcome, usage, seconds)
+        if gateway.request_log is not None:
+            gateway.request_log.ended(exchange, outcome, usage, seconds)
+        if gateway.tracer is not None and (exchange.trace is not None or not exchange.attempts):
+            gateway.tracer.ended(exchange, outcome, usage)
         opened = exchange.reading.opened
         if isinstance(opened, Opened) and not exchange.settles:
             assert gateway.opened is not None

@@ -12,13 +12,15 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from re import compile as pattern
 from threading import Event, Thread
 from time import monotonic, time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from gateway.dialects import Usage
 from gateway.metrics import Metrics
@@ -44,11 +46,11 @@ _PLAIN = pattern(r"[!#-<>-\[\]-~]+")
 """What needs no quotes in ``key=value``: visible ASCII but for quotes, equals signs and backslashes."""
 
 
-class Ended(NamedTuple):
+class Ended(msgspec.Struct, omit_defaults=True, gc=False):
     """What is told of a request. Times are seconds, sizes tokens; ``None``: not known, or it did not come so far."""
 
-    time: float
-    """When it was over, since the epoch."""
+    time: float | str
+    """When it was over, since the epoch; as it is told, once it is."""
     id: str
     status: int | None
     outcome: str
@@ -76,23 +78,44 @@ class Ended(NamedTuple):
     trace: str | None = None
 
 
-def line(ended: Ended, as_json: bool) -> str:
-    """One line, its end included."""
-    told: dict[str, Any] = {name: value for name, value in zip(Ended._fields, ended, strict=True) if value is not None}
-    told["time"] = datetime.fromtimestamp(ended.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    for name, value in told.items():
-        if isinstance(value, float):
-            told[name] = round(value, 6)
-    # Escaped to ASCII: no terminal and no reader of lines takes a part of it for something else.
-    return (json.dumps(told, separators=(",", ":")) if as_json else _text(told)) + "\n"
+_SECONDS = tuple(name for name in Ended.__struct_fields__ if name.endswith("seconds"))
+_ENCODER = msgspec.json.Encoder()
 
 
-def _text(told: Mapping[str, Any]) -> str:
+def line(ended: Ended, as_json: bool) -> bytes:
+    """One line, its end included. In ASCII: no terminal and no reader of lines takes a part of it for something else."""
+    if isinstance(ended.time, float):
+        ended.time = _told(ended.time)
+    for name in _SECONDS:
+        value = getattr(ended, name)
+        if value is not None:
+            setattr(ended, name, round(value, 6))
+    if not as_json:
+        return _text(ended)
+    data = _ENCODER.encode(ended)
+    if not data.isascii() or b"\x7f" in data:
+        data = json.dumps(msgspec.to_builtins(ended), separators=(",", ":")).encode().replace(b"\x7f", b"\\u007f")
+    return data + b"\n"
+
+
+@lru_cache(maxsize=2)
+def _second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _told(at: float) -> str:
+    second = int(at)
+    return f"{_second(second)}.{int((at - second) * 1000):03d}Z"
+
+
+def _text(ended: Ended) -> bytes:
     parts = []
-    for name, value in told.items():
-        text = value if isinstance(value, str) else f"{value}"
-        parts.append(f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
-    return " ".join(parts)
+    for name in Ended.__struct_fields__:
+        value = getattr(ended, name)
+        if value is not None:
+            text = f"{value}"
+            parts.append(f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
+    return " ".join(parts).replace("\x7f", "\\u007f").encode() + b"\n"
 
 
 class Console:
@@ -226,12 +249,12 @@ class RequestLog:
             until = monotonic() + STOP if last else until
             while self._queue and not (last and monotonic() > until):
                 taken = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
-                self._write("".join([line(each, self._json) for each in taken]), len(taken))
+                self._write(b"".join([line(each, self._json) for each in taken]), len(taken))
         self._file.close()
 
-    def _write(self, text: str, lines: int) -> None:
+    def _write(self, text: bytes, lines: int) -> None:
         try:
-            self._file.append(text.encode())
+            self._file.append(text)
         except OSError as error:
             self._metrics.request_log_dropped.add((), lines)
             if not self._failed:

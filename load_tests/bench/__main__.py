@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(width=None if sys.stdout.isatty() else 120)
     contenders = [ours(policy, targets) for policy in POLICIES for targets in (2, MANY_TARGETS)]
+    contenders.append(ours("cache_aware", observed=True))
     if not options.no_peers:
         contenders += peers()
     with tempfile.TemporaryDirectory(prefix="warmroute-bench-") as name:

@@ -17,6 +17,11 @@ from load_tests.bench.processes import free_ports
 
 POLICIES = ("round_robin", "cache_aware")
 OURS = "warmroute"
+OBSERVED = "warmroute-observed"
+_OBSERVED = """
+request_log: {{file: "{folder}/requests-{port}.log"}}
+tracing: {{endpoint: "http://127.0.0.1:9/v1/traces"}}
+"""
 NGINX = """
 daemon off; master_process off; worker_processes 1; error_log stderr error; pid {folder}/nginx.pid;
 events {{ worker_connections 4096; }}
@@ -54,8 +59,9 @@ class Contender:
     command: Callable[[Address, Sequence[int], Path], list[str]]
 
 
-def ours(policy: str, targets: int = 2) -> Contender:
-    """Warmroute with everything on: keys, sessions, index, metrics."""
+def ours(policy: str, targets: int = 2, observed: bool = False) -> Contender:
+    """Warmroute with everything on: keys, sessions, index, metrics. ``observed``: the log of requests and traces too, of which
+    nobody takes a delivery."""
 
     def command(address: Address, engines: Sequence[int], folder: Path) -> list[str]:
         workers = "".join(f'  - {{url: "http://127.0.0.1:{port}"}}\n' for port in engines)
@@ -65,12 +71,12 @@ def ours(policy: str, targets: int = 2) -> Contender:
             f"admin: {{host: 127.0.0.1, port: {address.admin}}}\n"
             f"policy: {policy}\ndrain: 0s\ndrain_limit: 1s\n"
             f"tenants: [{{name: bench, keys: [{KEY}]}}]\n"
-            f"workers:\n{workers}"
+            f"workers:\n{workers}" + (_OBSERVED.format(folder=folder, port=address.port) if observed else "")
         )
         run = "from gateway.cli import main; raise SystemExit(main())"
         return [sys.executable, "-c", run, "serve", "--config", str(path)]
 
-    return Contender(OURS, policy, targets, command)
+    return Contender(OBSERVED if observed else OURS, policy, targets, command)
 
 
 def peer_python(name: str) -> Path | None:

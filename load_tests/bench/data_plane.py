@@ -16,7 +16,7 @@ from statistics import median
 
 import msgspec
 
-from load_tests.bench.contenders import OURS, Address, Contender
+from load_tests.bench.contenders import OBSERVED, OURS, Address, Contender
 from load_tests.bench.load import KEY, Load, Measured
 from load_tests.bench.processes import Started, cores, free_ports, resident_mb, start, tree
 
@@ -75,7 +75,7 @@ class DataPlane:
         what = f"{contender.name} {contender.policy} (see {log})"
         try:
             _wait(lambda: _serves(address.port), started, what)
-            if contender.name == OURS:
+            if contender.name in (OURS, OBSERVED):
                 _wait(lambda: _ready_workers(address.admin) == contender.targets, started, what)
             yield address, started
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from load_tests.bench.contenders import OURS
+from load_tests.bench.contenders import OBSERVED, OURS
 from load_tests.bench.data_plane import SCENARIOS, STREAM, Key
 from load_tests.bench.processes import cores
 
@@ -99,6 +99,10 @@ def budgets(made: Mapping[str, Any]) -> list[Budget]:
     lines.append(Budget("streamed event", bound, made["stream"].get("cpu_us_per_event"), "us CPU", "1.3 x nginx"))
     for scenario, row in made["many_targets"].get(FLAGSHIP, {}).items():
         lines.append(Budget(f"request, {scenario}, {row['targets']} targets : 2", 1.3, row["ratio"], "x"))
+    watched = made.get(OBSERVED, {}).get("proxy", {}).get(FLAGSHIP, {})
+    for size in SIZES:
+        bound = None if size not in ours else round(1.1 * ours[size], 1)
+        lines.append(Budget(f"request, {size}, logged and traced", bound, watched.get(size), "us CPU", "1.1 x without"))
     targets, size_of = made["index"].get("targets", {}), made["index"].get("bytes_per_token", {})
     few, many = targets.get("64", {}), targets.get("1024", {})
     lines += [

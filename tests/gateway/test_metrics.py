@@ -288,7 +288,9 @@ def test_dropping_takes_histograms_and_tallies_along() -> None:
 
 async def test_what_the_process_takes_and_what_runs_is_told(gateway: Begin, engine: StartEngine) -> None:
     running = await gateway(await engine())
-    await ask(running, "hello")
+    for _ in range(60):
+        # Of one in eight.
+        await ask(running, "hello")
     found = await scraped(running)
     assert found["process_resident_memory_bytes"][""] > 1e6
     assert found["process_max_fds"][""] >= found["process_open_fds"][""] > 3
@@ -296,5 +298,5 @@ async def test_what_the_process_takes_and_what_runs_is_told(gateway: Begin, engi
     assert value == 1
     assert "version=" in labels
     stages = found["warmroute_stage_seconds_count"]
-    assert stages["stage=read"] == stages["stage=match"] == stages["stage=choose"] == stages["stage=write"] == 1
+    assert 0 < stages["stage=read"] == stages["stage=match"] == stages["stage=choose"] == stages["stage=write"] < 60
     assert stages["stage=tokenize"] == 0

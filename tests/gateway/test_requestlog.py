@@ -154,10 +154,11 @@ def test_whatever_clients_say_stays_one_line(path: str, request_id: str, as_json
         "ok",
         path.encode("utf-8", "replace").decode("latin-1"),
     )
-    text = line(ended, as_json)
+    text = line(ended, as_json).decode()
     assert text.endswith("\n")
     assert len((text[:-1] + "x").splitlines()) == 1
     assert as_json or text.isascii()
     assert "\x1b" not in text
+    assert "\x7f" not in text
     if as_json:
         assert json.loads(text)["path"] == ended.path

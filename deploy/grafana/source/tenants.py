@@ -15,13 +15,13 @@ TENANTS = Dashboard(
             "What they ask for",
             (
                 Panel(
-                    "Requests",
+                    "Requests by tenant",
                     "Requests that ended, a second.",
                     [(rate("warmroute_requests", WHO, "tenant"), "{{tenant}}")],
                     "reqps",
                 ),
                 Panel(
-                    "Computed tokens",
+                    "Computed tokens by tenant",
                     "Prompt tokens that engines had to compute, a second: what a tenant costs. One far above its share is hot.",
                     [
                         (
