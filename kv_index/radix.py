@@ -506,15 +506,32 @@ class RadixIndex:
     def _trim(self, node: Node, target: int, state: _Target, cut: int) -> None:
         """Take the last ``cut`` pages of a leaf's edge from ``target``."""
         keep = len(node.edge) - cut * SYMBOL
-        if len(node.held) == 1 and not node.children and not self.remember:
-            node.edge = node.edge[:keep]
+        if len(node.held) == 1 and (not node.children or len(node.children) == 1):
+            # A leaf of the only one who holds it: what is below it, if anything, is only remembered.
+            tail, node.edge = node.edge[keep:], node.edge[:keep]
             state.pages -= cut
-            self.bytes -= cut * SYMBOL
+            if self.remember:
+                self._keep_tail(node, tail)
+            else:
+                self.bytes -= len(tail)
             return
         upper = self._split(node, keep)
         # `node` is the lower part now: the one that goes.
         self._take(node, target, state)
         self._became_leaf(upper, target)
+
+    def _keep_tail(self, node: Node, tail: bytes) -> None:
+        """``tail`` was cut off ``node``'s edge: remember it, in front of what is remembered below."""
+        if node.children:
+            (below,) = node.children.values()
+            below.edge = tail + below.edge
+        else:
+            below = Node(tail, node)
+            self._remembered[below] = None
+            self.bytes += NODE_BYTES
+            self.remembered_bytes += NODE_BYTES
+        node.children = {tail[:SYMBOL]: below}
+        self.remembered_bytes += len(tail)
 
     def _bound(self) -> None:
         if self.remembered_bytes > self.remember:
