@@ -1,8 +1,9 @@
 """The log of requests: one line each, when it is over, as JSON or as ``key=value``.
 
-While a request is answered only a tuple is put aside. Lines are a thread's, which owns the file and rests between batches; what
-does not fit into its bounded queue is dropped and counted. The file is rotated by size, and so many old ones are kept. It tells
-sizes, times, places and reasons; of what was said nothing, and of a session the hash that stands for it everywhere.
+A line is made when its request is over: that costs less than having another thread make it, which takes the interpreter away
+from requests. The file is the thread's, for a disk may hang; what does not fit into its bounded queue is dropped and counted.
+The file is rotated by size, and so many old ones are kept. It tells sizes, times, places and reasons; of what was said nothing,
+and of a session the hash that stands for it everywhere.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ log = logging.getLogger("warmroute")
 
 QUEUE = 20_000
 """Lines that wait to be written, at most."""
-PAUSE = 0.2
+PAUSE = 0.5
 """Seconds between two looks at the queue."""
-BATCH = 500
+BATCH = 2000
 STOP = 2.0
 """Seconds in which what waits may still be written at the end."""
 CONSOLE = "-"
@@ -78,7 +79,6 @@ class Ended(msgspec.Struct, omit_defaults=True, gc=False):
     trace: str | None = None
 
 
-_SECONDS = tuple(name for name in Ended.__struct_fields__ if name.endswith("seconds"))
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -86,10 +86,6 @@ def line(ended: Ended, as_json: bool) -> bytes:
     """One line, its end included. In ASCII: no terminal and no reader of lines takes a part of it for something else."""
     if isinstance(ended.time, float):
         ended.time = _told(ended.time)
-    for name in _SECONDS:
-        value = getattr(ended, name)
-        if value is not None:
-            setattr(ended, name, round(value, 6))
     if not as_json:
         return _text(ended)
     data = _ENCODER.encode(ended)
@@ -178,7 +174,7 @@ class RequestLog:
         self._json = as_json
         self._metrics = metrics
         self._file = Console() if file == CONSOLE else Rotated(file, most, keep)
-        self._queue: deque[Ended] = deque()
+        self._queue: deque[bytes] = deque()
         self._wake = Event()
         self._ending = False
         self._thread = Thread(target=self._run, name="request log", daemon=True)
@@ -225,10 +221,10 @@ class RequestLog:
                 None if usage is None else usage.cached,
                 ask.predicted,
                 None if usage is None else usage.completion,
-                exchange.turn_at - exchange.asked_at if exchange.turn_at else None,
-                exchange.written_at - exchange.started if exchange.written_at else None,
-                exchange.first_at - exchange.started if exchange.events and exchange.first_at else None,
-                seconds,
+                round(exchange.turn_at - exchange.asked_at, 6) if exchange.turn_at else None,
+                round(exchange.written_at - exchange.started, 6) if exchange.written_at else None,
+                round(exchange.first_at - exchange.started, 6) if exchange.events and exchange.first_at else None,
+                round(seconds, 6),
                 None if exchange.trace is None else exchange.trace.id,
             )
         )
@@ -237,7 +233,7 @@ class RequestLog:
         if len(self._queue) >= QUEUE:
             self._metrics.request_log_dropped.add()
         else:
-            self._queue.append(ended)
+            self._queue.append(line(ended, self._json))
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -249,7 +245,7 @@ class RequestLog:
             until = monotonic() + STOP if last else until
             while self._queue and not (last and monotonic() > until):
                 taken = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
-                self._write(b"".join([line(each, self._json) for each in taken]), len(taken))
+                self._write(b"".join(taken), len(taken))
         self._file.close()
 
     def _write(self, text: bytes, lines: int) -> None:
