@@ -220,7 +220,8 @@ async def test_one_slow_engine(prometheus_there: None, tmp_path: Path) -> None:
             for number in range(5):
                 there.talk(tenant, number, lambda tenant=tenant: rules(tenant), think=0.2)
         await there.until("Lateness", lambda shown: len(shown) == 4)
-        there.engines[1].options.time_scale *= 12
+        for rank in there.engines[1].core.ranks:
+            rank.driver.time_scale *= 12
         there.happens("engine-1 is slow")
         late = await there.until(
             "Lateness",
