@@ -436,9 +436,11 @@ class Recording:
 
     file: str
     max: Bytes = 1024 * 1024 * 1024
-    """It ends there."""
+    """Of a file."""
     share: float = 1.0
     """Of the sessions."""
+    keep: Count = 0
+    """Full files that stay while another is begun; 0: it ends with the first."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,11 +52,17 @@ class Head(msgspec.Struct):
 
 
 class File:
-    """An open recording: whole lines are appended until it has ``most`` bytes. Raises `Unrecordable`."""
+    """An open recording: whole lines are appended until it has ``most`` bytes; ``keep`` full ones stay as ``path.1`` and so on,
+    the newest first. Raises `Unrecordable`."""
 
-    def __init__(self, path: str, most: int) -> None:
+    def __init__(self, path: str, most: int, keep: int = 0) -> None:
         self.path = path
         self.most = most
+        self.keep = keep
+        self._open()
+
+    def _open(self) -> None:
+        path = self.path
         self.size = 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE)
@@ -141,9 +148,20 @@ class File:
             raise
         self.size += len(lines)
 
+    def rotate(self) -> None:
+        """Begin anew, with the same key: all of them can be read together. Raises `OSError` and `Unrecordable`."""
+        for number in range(self.keep, 1, -1):
+            with suppress(FileNotFoundError):
+                os.replace(f"{self.path}.{number - 1}", f"{self.path}.{number}")
+        os.replace(self.path, f"{self.path}.1")
+        self.close()
+        self._open()
+
     def close(self) -> None:
         """No more lines."""
-        os.close(self._file)
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 def _key_in(name: str) -> bytes:

@@ -25,7 +25,7 @@ from gateway.dialects import Reading, Usage
 from gateway.errors import Fault
 from gateway.metrics import Metrics
 from gateway.prompt import Thinking
-from gateway.recording import File, Finished, Ids, line_of
+from gateway.recording import File, Finished, Ids, Unrecordable, line_of
 from kv_index.pages import PAGE_TOKENS, TEXT_PAGE, chain, paginate
 
 if TYPE_CHECKING:
@@ -266,23 +266,44 @@ class Recorder:
                 self._append(lines)
 
     def _append(self, lines: list[bytes]) -> None:
-        file = self.file
-        room = file.most - file.size
-        fitting, size = 0, 0
-        for line in lines:
-            if size + len(line) > room:
-                break
-            fitting, size = fitting + 1, size + len(line)
-        try:
-            file.append(b"".join(lines[:fitting]))
-        except OSError as error:
-            self._dropped(len(lines))
-            self._stop(f"{file.path} cannot be written: {error.strerror}")
-            return
-        self._metrics.recorded.add((), fitting)
-        if fitting < len(lines):
-            self._dropped(len(lines) - fitting)
-            self._stop(f"{file.path} has reached recording.max")
+        file, fresh = self.file, False
+        while lines:
+            fitting = self._fitting(lines)
+            try:
+                file.append(b"".join(lines[:fitting]))
+            except OSError as error:
+                self._dropped(len(lines))
+                self._stop(f"{file.path} cannot be written: {error.strerror}")
+                return
+            self._metrics.recorded.add((), fitting)
+            lines = lines[fitting:]
+            if not lines:
+                return
+            if not file.keep:
+                self._dropped(len(lines))
+                self._stop(f"{file.path} has reached recording.max")
+                return
+            if fresh and not fitting:
+                # It fits into no file.
+                self._dropped(1)
+                lines = lines[1:]
+                continue
+            try:
+                file.rotate()
+            except (OSError, Unrecordable) as error:
+                self._dropped(len(lines))
+                self._stop(f"{file.path} cannot be begun anew: {error}")
+                return
+            fresh = True
+
+    def _fitting(self, lines: list[bytes]) -> int:
+        """How many of them the file has room for."""
+        room = self.file.most - self.file.size
+        for number, line in enumerate(lines):
+            room -= len(line)
+            if room < 0:
+                return number
+        return len(lines)
 
     def _dropped(self, requests: int) -> None:
         with self._lock:

@@ -364,7 +364,7 @@ class Running:
         if wanted is None:
             return
         try:
-            file = File(wanted.file, wanted.max)
+            file = File(wanted.file, wanted.max, wanted.keep)
         except Unrecordable as error:
             raise ConfigError([Problem(None, "recording.file", str(error))]) from None
         self.gateway.recorder = Recorder(file, wanted.share, self.metrics, self.gateway.defect)

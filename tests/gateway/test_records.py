@@ -410,6 +410,30 @@ def test_a_first_line_without_its_end_is_ended(file: Path) -> None:
     assert again.size == len(content(file))
 
 
+async def test_full_files_stay_and_can_be_read_together(file: Path, engine: StartEngine) -> None:
+    started = await engine(models=["sim"])
+    async with recording(file, started, max=2500, keep=2) as running:
+        for number in range(30):
+            assert await ask(running, said(f"{number} {TEXT}"), "X-Session-Id: one") == 200
+            seen = number + 1
+            await until(lambda seen=seen: running.metrics.recorded.values[()][0] == seen)
+        assert await counter(running, "warmroute_recording_dropped_total") == 0
+    files = [Path(f"{file}.2"), Path(f"{file}.1"), file]
+    assert all(len(content(each)) <= 2500 for each in files)
+    assert sorted(each.name for each in file.parent.glob(f"{file.name}*")) == sorted(
+        [file.name, f"{file.name}.1", f"{file.name}.2", f"{file.name}.key"]
+    )
+    heads = {content(each).splitlines()[0] for each in files}
+    assert len(heads) == 1, "of one key"
+    told = [row for each in files for row in rows(each)]
+    assert len({row["session_id"] for row in told}) == 1
+    assert [row["timestamp"] for row in told] == sorted(row["timestamp"] for row in told)
+    # A gateway that starts again goes on with it.
+    async with recording(file, started, max=2500, keep=2) as running:
+        assert await ask(running, said(TEXT), "X-Session-Id: one") == 200
+    assert rows(file)[-1]["session_id"] == told[0]["session_id"]
+
+
 async def test_it_ends_at_its_most_and_says_so_once(
     file: Path, engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
