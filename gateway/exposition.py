@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from time import perf_counter
 
 Labels = tuple[str, ...]
@@ -86,8 +87,8 @@ class Exposition:
     def __init__(self, pieces: Callable[[], Iterator[str]]) -> None:
         self._pieces = pieces
         self._last: bytes | None = None
-        self._cost = 0.0
-        """Seconds of the last writing."""
+        self._cost = inf
+        """Seconds of the last writing; not known before the first."""
         self._scraped = 0.0
         self._writes: asyncio.Task[None] | None = None
         self._written = asyncio.Event()
