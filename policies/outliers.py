@@ -8,9 +8,9 @@ The rule of error shares is that of Envoy's outlier detection in spirit (a host'
 smaller numbers: a fleet of engines answers tens of requests in ten seconds, not thousands.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 EVIDENCE = 10.0
 """Requests that a target must have answered, or failed, to be judged, and the others together to be compared with."""
@@ -65,7 +65,11 @@ class Record:
 def outliers(pool: Mapping[int, Record], out: int) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """Those of ``pool`` (target id -> its record) to put out, the worst first, and those that are spared because half of the
     pool would be out; each with its reason: ``errors`` or ``latency``. ``out`` of them are out already."""
-    found = [(score, target, reason) for target in pool for score, reason in _offences(target, pool)]
+    whole = Record(sum(each.answered for each in pool.values()), sum(each.faults for each in pool.values()))
+    known = sorted(late for each in pool.values() if (late := each.lateness) is not None)
+    found = [
+        (score, target, reason) for target, mine in pool.items() for score, reason in _offences(mine, whole, known)
+    ]
     found.sort(reverse=True)
     room = max(0, len(pool) // 2 - out)
     named: dict[int, str] = {}
@@ -75,21 +79,29 @@ def outliers(pool: Mapping[int, Record], out: int) -> tuple[list[tuple[int, str]
     return rows[:room], rows[room:]
 
 
-def _offences(target: int, pool: Mapping[int, Record]) -> list[tuple[float, str]]:
-    """How much worse than the others it is, by each measure by which it is an outlier."""
-    mine = pool[target]
-    others = [record for id_, record in pool.items() if id_ != target]
+def _offences(mine: Record, whole: Record, known: Sequence[float]) -> list[tuple[float, str]]:
+    """How much worse than the others it is, by each measure by which it is an outlier. ``whole``: the sums of all of the pool;
+    ``known``: everybody's lateness, sorted; its own is in both."""
     found = []
-    peers = sum(record.requests for record in others)
+    peers = whole.requests - mine.requests
     if mine.requests >= EVIDENCE and peers >= EVIDENCE:
         share = mine.faults / mine.requests
-        theirs = sum(record.faults for record in others) / peers
+        theirs = max(0.0, whole.faults - mine.faults) / peers
         if share >= ERRORS and share >= TIMES_ERRORS * theirs:
             found.append((share / max(theirs, 0.01), "errors"))
     late = mine.lateness
-    known = [told for record in others if (told := record.lateness) is not None]
-    if late is not None and known:
-        usual = median(known)
-        if late >= LATE and late >= TIMES_LATE * usual:
+    if late is not None and late >= LATE and len(known) > 1:
+        usual = _median_without(known, bisect_left(known, late))
+        if late >= TIMES_LATE * usual:
             found.append((late / max(usual, 0.01), "latency"))
     return found
+
+
+def _median_without(known: Sequence[float], place: int) -> float:
+    """The median of sorted values but for the one at ``place``."""
+    left = len(known) - 1
+
+    def at(index: int) -> float:
+        return known[index if index < place else index + 1]
+
+    return (at((left - 1) // 2) + at(left // 2)) / 2

@@ -1,5 +1,7 @@
 """Who does far worse than its peers: by failures and by time, against the same said in words."""
 
+from statistics import median
+
 from hypothesis import given, strategies as st
 
 from policies.outliers import ERRORS, EVIDENCE, LATE, Record, outliers
@@ -72,3 +74,27 @@ def test_counts_fade() -> None:
     one = record(8, 4)
     one.fade()
     assert (one.answered, one.faults, one.begun) == (4, 2, 4)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.floats(0.1, 40)), min_size=1, max_size=12),
+    st.integers(0, 3),
+)
+def test_each_is_compared_with_all_others_and_not_with_itself(rows: list[tuple[int, int, float]], out: int) -> None:
+    """The sums and the sorted list that make this quick say what comparing each with each would."""
+    pool = {
+        number: Record(float(answered), float(faults), float(answered), answered * late)
+        for number, (answered, faults, late) in enumerate(rows)
+    }
+    expected = set()
+    for number, mine in pool.items():
+        others = [record for other, record in pool.items() if other != number]
+        peers = sum(record.requests for record in others)
+        theirs = sum(record.faults for record in others) / peers if peers else 0.0
+        if mine.requests >= 10 and peers >= 10 and mine.faults / mine.requests >= max(0.25, 3 * theirs):
+            expected.add(number)
+        known = [record.lateness for record in others if record.lateness is not None]
+        if mine.lateness is not None and known and mine.lateness >= max(3.0, 4 * median(known)):
+            expected.add(number)
+    worse, spared = outliers(pool, out)
+    assert {target for target, _ in worse + spared} == expected
