@@ -10,6 +10,7 @@ Needs the extra ``warmroute[tracing]``.
 
 from __future__ import annotations
 
+import logging
 import re
 from time import time_ns
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ QUEUE = 4096
 """Spans that wait to be sent, at most; more are dropped."""
 SECONDS = 5.0
 """That sending some may take."""
+LONGEST = 2048
+"""Bytes of a path or a ``tracestate`` that are told, at most."""
 FAILED = frozenset(("worker_error", "stream_error", "no_worker", "timeout"))
 
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -98,6 +101,8 @@ class Tracer:
         self, endpoint: str, share: float, service: str, version: str, exporter: SpanExporter | None = None
     ) -> None:
         self._most_draw = int(share * (1 << 64))
+        # It would have clients write to our log whatever they put into a tracestate.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         resource = Resource.create({"service.name": service, "service.version": version})
         self._provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
@@ -121,7 +126,7 @@ class Tracer:
             if not parent.trace_flags.sampled:
                 return None
             state = named.get(b"tracestate")
-            if state is not None:
+            if state is not None and len(state) <= LONGEST:
                 told = TraceState.from_header([state.decode("latin-1")])
                 parent = SpanContext(parent.trace_id, parent.span_id, True, parent.trace_flags, told)
         elif exchange.ask.request.draw >= self._most_draw:
@@ -139,7 +144,7 @@ class Tracer:
                 "gen_ai.request.model": model,
                 "gen_ai.request.stream": exchange.reading.stream,
                 "http.request.method": exchange.incoming.method.decode("latin-1"),
-                "url.path": exchange.incoming.path.decode("latin-1"),
+                "url.path": exchange.incoming.path[:LONGEST].decode("latin-1"),
                 "warmroute.tenant": exchange.ask.tenant.name,
                 "warmroute.policy": exchange.ask.policy.name,
             },

@@ -61,6 +61,20 @@ async def test_engines_are_told_the_span_in_place_of_the_clients(
     assert [each.all("tracestate") for each in worker.seen if each.target.startswith("/v1/chat")] == [["vendor=1"]]
 
 
+async def test_a_tracestate_that_is_none_is_left_out_and_says_nothing_in_our_log(
+    gateway: Begin, engine: StartEngine, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await gateway(await engine(), change=traced(collector))
+    for state in ("\x80evil log line", "=", "a=" + "x" * 5000):
+        collector.spans.clear()
+        fields = (f"traceparent: {PARENT}", f"tracestate: {state}")
+        assert (await once(running.port, request(chat(max_tokens=1), *fields))).status == 200
+        await flushed(running)
+        assert collector.root().trace_state == ""
+        assert collector.root().trace_id.hex() == TRACE
+    assert "evil" not in caplog.text
+
+
 @pytest.mark.parametrize("parent", [None, f"00-{TRACE}-{SPAN}-00"])
 async def test_what_is_not_sampled_passes_unchanged_and_makes_no_span(
     gateway: Begin, scripted: StartScripted, collector: Collector, parent: str | None
