@@ -665,7 +665,7 @@ class Routing:
             "candidates": [
                 {
                     "target": row.target.name,
-                    **({} if not staged else _stage(ask, row)),
+                    **({} if not staged else self._stage(ask, row)),
                     "total_ms": None if row.terms is None else round(row.terms.total * 1e3, 3),
                     "terms": None
                     if row.terms is None
@@ -699,6 +699,16 @@ class Routing:
         """What its holdings are taken from, and why."""
         trust = self.index.of(target)
         return {"rung": trust.rung.value, "rung_reason": trust.reason}
+
+    def _stage(self, ask: Ask, row: Candidate) -> dict[str, object]:
+        """Who would compute the prompt for a candidate, what it holds of it, and why that is believed."""
+        first = row.prefill
+        if first is None:
+            return dict.fromkeys(("prefill", "prefill_holding_tokens", "prefill_rung", "prefill_rung_reason"))
+        request = ask.request
+        held = _by_tier(request, first.id, request.holdings.get(first.id, 0))
+        belief = {f"prefill_{name}": value for name, value in self._belief(first.id).items()}
+        return {"prefill": first.name, "prefill_holding_tokens": held, **belief}
 
     def forecast(self, session: Session, now: float) -> dict[str, object] | None:
         """Whether the session's KV will survive at its home until its next turn; ``None`` where it has no home."""
@@ -770,16 +780,6 @@ def _evidence(ask: Ask) -> dict[str, object]:
     best = max(ask.request.holdings.values(), default=0)
     mode = "text" if ask.ids is None else "ids"
     return {"mode": mode, "best_tokens": best, "seen_tokens": max(best, ask.ceiling)}
-
-
-def _stage(ask: Ask, row: Candidate) -> dict[str, object]:
-    """Who would compute the prompt for a candidate, and what it holds of it."""
-    first = row.prefill
-    if first is None:
-        return {"prefill": None, "prefill_holding_tokens": None}
-    request = ask.request
-    held = _by_tier(request, first.id, request.holdings.get(first.id, 0))
-    return {"prefill": first.name, "prefill_holding_tokens": held}
 
 
 def _by_tier(request: Request, target: int, tokens: int) -> dict[str, int]:

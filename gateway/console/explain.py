@@ -189,22 +189,16 @@ def _against(chosen: Candidate, cost: float, rows: Sequence[Candidate]) -> Itera
     if not others:
         return
     best = others[0]
-    less = _cost(best) - cost
+    less, head = _cost(best) - cost, f"That costs {milliseconds(cost)} ms"
+    other = (
+        (said(best.target),) if best.prefill is None else (said(best.target), " with prompts at ", said(best.prefill))
+    )
     if abs(less) < TIE:
-        yield f"That costs {milliseconds(cost)} ms, which ", said(best.target), " would cost too."
+        yield f"{head}, which ", *other, " would cost too."
     elif less > 0:
-        yield (
-            f"That costs {milliseconds(cost)} ms, {milliseconds(less)} ms less than the next, ",
-            said(best.target),
-            ".",
-        )
+        yield f"{head}, {milliseconds(less)} ms less than the next, ", *other, "."
     else:
-        more = milliseconds(-less)
-        yield (
-            f"That costs {milliseconds(cost)} ms; ",
-            said(best.target),
-            f" would cost {more} ms less, by this estimate.",
-        )
+        yield f"{head}; ", *other, f" would cost {milliseconds(-less)} ms less, by this estimate."
 
 
 def _held(route: Route, rows: Sequence[Candidate]) -> Iterator[tuple[str | Text, ...]]:
@@ -223,7 +217,7 @@ def _held(route: Route, rows: Sequence[Candidate]) -> Iterator[tuple[str | Text,
     elif best is None or best.holds < route.best_tokens:
         yield (*head, seen, "another", most)
     else:
-        yield (*head, seen, said(best.target), most)
+        yield (*head, seen, said(best.computes), most)
 
 
 def _candidates(out: Console, route: Route, rows: Sequence[Candidate], limit: int) -> None:
@@ -231,17 +225,17 @@ def _candidates(out: Console, route: Route, rows: Sequence[Candidate], limit: in
     shown = list(rows[:limit])
     if shown and chosen is not None and not any(row is chosen for row in shown):
         shown[-1] = chosen
-    used = [name for row in shown for name, value in (row.terms or {}).items() if value]
+    used = [name for row in shown for name, value in (row.terms or {}).items() if abs(value) >= TIE]
     columns: list[Column[Candidate]] = [
         Column("", lambda row: "->" if row is chosen else ""),
         Column("candidate", lambda row: said(row.target, "bold" if row is chosen else "")),
     ]
     if route.pair is not None or any(row.prefill for row in rows):
-        columns.append(Column("prompt by", lambda row: said(row.prefill or row.target)))
+        columns.append(Column("prompt by", lambda row: said(row.computes)))
     columns.append(Column("total ms", lambda row: milliseconds(row.total_ms), right=True))
     columns += [_term(name) for name in dict.fromkeys(used)]
     columns.append(Column("holds", _holds, right=True))
-    columns.append(Column("belief", lambda row: state(row.rung)))
+    columns.append(Column("belief", lambda row: state(row.belief[0])))
     columns.append(Column("in flight", lambda row: count(row.running), right=True, spare=True))
     columns.append(Column("homes", lambda row: count(row.homes), right=True, spare=True))
     table(out, columns, shown)
@@ -268,25 +262,14 @@ def _beliefs(route: Route, rows: Sequence[Candidate]) -> Iterator[tuple[str | Te
     """What the candidates' rungs mean, each once."""
     if route.mode is None:
         return
-    met: dict[tuple[str, str], list[str]] = {}
+    met: dict[tuple[str, str], set[str]] = {}
     for row in rows:
-        met.setdefault((row.rung, row.rung_reason), []).append(row.target)
+        met.setdefault(row.belief, set()).add(row.computes)
     for (rung, reason), names in met.items():
-        who = said(names[0]) if len(names) == 1 else f"{number(len(names), 'candidate')}"
-        meaning = RUNGS.get(rung)
-        why = WHY.get(reason)
-        yield (
-            "Belief ",
-            state(rung),
-            " (",
-            who,
-            ")",
-            f": {meaning}" if meaning else "",
-            "; " if meaning else ": ",
-            why if why else said(reason),
-            ".",
-        )
-    if route.mode == "text" and any(row.rung == "exact" for row in rows):
+        who = said(next(iter(names))) if len(names) == 1 else f"{len(names):,} targets"
+        meaning = f"{RUNGS[rung]}; " if rung in RUNGS else ""
+        yield "Belief ", state(rung), " (", who, f"): {meaning}", WHY.get(reason) or said(reason), "."
+    if route.mode == "text" and any(row.belief[0] == "exact" for row in rows):
         yield ("This prompt is routed by its text, which events cannot be compared with: holdings are predicted.",)
 
 

@@ -54,6 +54,7 @@ GRANTS = {
 """Limits of tenants."""
 
 Parts = tuple[str | Text, ...]
+Fact = tuple[str, str | Text]
 Line = tuple[Worker, Target | None]
 
 
@@ -236,31 +237,7 @@ def _sessions(out: Console, rows: Sequence[SessionRow], total: int, looked: int,
 
 
 def _session(out: Console, session: Session) -> None:
-    children = ", ".join(session.children[:CHILDREN]) + (" ..." if session.children_total > CHILDREN else "")
-    _facts(
-        out,
-        ("session", said(session.id)),
-        ("found by", said(session.source)),
-        ("tenant", said(session.tenant)),
-        ("model", said(session.model)),
-        (
-            "home",
-            Text.assemble(
-                said(session.home), "" if session.why is None else f" (placed there by: {sentence(session.why)})"
-            ),
-        ),
-        ("prompts at", said(session.partner)),
-        (
-            "turns",
-            f"{count(session.turns)}, {count(session.running)} running, idle for {duration(session.idle_seconds)}",
-        ),
-        ("last prompt", NOTHING if session.prompt_tokens is None else number(session.prompt_tokens, "token")),
-        ("last tool", said(session.tool)),
-        ("parent", said(session.parent)),
-        ("children", said(f"{session.children_total}: {children}" if session.children else None)),
-        ("told to", said(", ".join(session.told) or None)),
-        ("hit rate", percent(session.hit_rate)),
-    )
+    _facts(out, *_origin(session), *_state(session))
     if session.holdings:
         out.print()
         held: list[Column[tuple[str, int]]] = [
@@ -275,6 +252,32 @@ def _session(out: Console, session: Session) -> None:
         say(out, "Its return: ", sentence(session.returns.says), ".")
     for parts in breaks(session.breaks):
         say(out, *parts)
+
+
+def _origin(session: Session) -> Iterator[Fact]:
+    """Who it is."""
+    children = ", ".join(session.children[:CHILDREN]) + (" ..." if session.children_total > CHILDREN else "")
+    yield "session", said(session.id)
+    yield "found by", said(session.source)
+    yield "tenant", said(session.tenant)
+    yield "model", said(session.model)
+    yield "parent", said(session.parent)
+    yield "children", f"{count(session.children_total)}: {sentence(children)}" if session.children else NOTHING
+
+
+def _state(session: Session) -> Iterator[Fact]:
+    """Where and how it is."""
+    why = "" if session.why is None else f" (placed there by: {sentence(session.why)})"
+    yield "home", Text.assemble(said(session.home), why)
+    yield "prompts at", said(session.partner)
+    yield (
+        "turns",
+        f"{count(session.turns)}, {count(session.running)} running, idle for {duration(session.idle_seconds)}",
+    )
+    yield "last prompt", NOTHING if session.prompt_tokens is None else number(session.prompt_tokens, "token")
+    yield "last tool", said(session.tool)
+    yield "told to", said(", ".join(session.told) or None)
+    yield "hit rate", percent(session.hit_rate)
 
 
 def _hit(hit: Hit) -> str:
@@ -302,7 +305,7 @@ def _tenants(out: Console, rows: list[Tenant]) -> None:
         Column("waiting", lambda row: count(row.queued), True),
         Column("priority", lambda row: said(row.priority)),
         Column("weight", lambda row: f"{row.weight:g}", True),
-        Column("policy", lambda row: said(row.policy)),
+        Column("policy", lambda row: said(row.policy or "the model's")),
     ]
     for name in dict.fromkeys(name for row in rows for name in row.limits):
         columns.append(_limit(name))
@@ -324,7 +327,7 @@ def _used(limit: Limit | None) -> str:
 # -- one thing in full --------------------------------------------------------------------------------------------------
 
 
-def _facts(out: Console, *facts: tuple[str, str | Text]) -> None:
+def _facts(out: Console, *facts: Fact) -> None:
     wide = max(len(name) for name, _ in facts)
     for name, what in facts:
         say(out, Text(f"{name:{wide}}  ", "bold"), what)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from rich.text import Text
 
-from gateway.console.answers import Busy, Event, Tile
+from gateway.console.feed import Busy, Event, Tile
 from gateway.console.looks import NOTHING, STYLES, amount, count, duration, percent, pick, plain, sentence, size
 
 LINES = 3

@@ -19,8 +19,8 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
-from gateway.console.answers import Event
 from gateway.console.client import Admin, Denied, Refused, Unanswered
+from gateway.console.feed import Event
 from gateway.console.looks import console
 from gateway.console.screen import Seen, screen
 

@@ -12,13 +12,14 @@ import pytest
 import trustme
 
 from gateway.cli import main
-from gateway.config import Config, LimitsConfig, Secret, TenantConfig
+from gateway.config import Config, LimitsConfig, Secret, TenantConfig, WorkerConfig
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
 from tests.gateway.scripted import ok
 from tests.gateway.talk import admin, chat, once, request, settled
 from tests.gateway.terminal import front, run, terminal
 from tests.gateway.test_doctor_online import RULES, quick, report, sessions
+from tests.gateway.test_events import exact, talking
 
 TOKEN = "adm1n-token"
 PROMPT = "Warm routes are kept warm by those who walk them. " * 80
@@ -72,7 +73,7 @@ async def test_it_is_told_where_a_request_would_go_and_why(gateway: Begin, engin
     assert f"Its home is {home} (placed there by: load)." in told.out
     assert "Its return: back after about " in told.out
     assert "The doctor found no break in it." in told.out
-    assert "Belief predicted (3 candidates): what was sent there is taken to be there" in told.out
+    assert "Belief predicted (3 targets): what was sent there is taken to be there" in told.out
     start = next(at for at, row in enumerate(told.rows) if row[:2] == ["candidate", "total ms"])
     first, second, third = told.rows[start + 1 : start + 4]
     assert first[:2] == ["->", home]
@@ -117,6 +118,43 @@ async def test_the_evidence_tells_what_was_seen_and_is_held_no_more(gateway: Beg
     assert (route["mode"], route["best_tokens"], route["seen_tokens"]) == (None, None, None)
     shown = await run(*at(plain, "explain", "-f", "-"), stdin=told)
     assert "the policy does not need it" in shown.out and "It belongs to no session." in shown.out
+
+
+async def test_what_events_tell_is_believed_of_prompts_of_ids_alone(gateway: Begin, engine: StartEngine) -> None:
+    engines = [await engine(events=True), await engine(events=True)]
+    running = await gateway(*engines, policy="cache_aware")
+    ids = list(range(1, 600))
+    async with talking(running, *engines) as talk:
+        asked = await talk.ask(ids, "mine")
+        await exact(running)
+    body = json.dumps({"model": "sim", "prompt": ids}).encode()
+    command = at(running, "explain", "-f", "-", "--path", "/v1/completions", "--header", "x-session-id: mine")
+    route = (await run(*command, "--json", stdin=body)).json()
+    rungs = {row["target"]: (row["rung"], row["rung_reason"]) for row in route["candidates"]}
+    assert (route["mode"], rungs[asked.worker]) == ("ids", ("exact", "events"))
+    told = await run(*command, stdin=body)
+    assert f"Model sim, 599 prompt tokens. Seen before: {route['seen_tokens']} " in told.out
+    assert f"held by {asked.worker}: {route['best_tokens']} " in told.out
+    assert (
+        f"Belief exact ({asked.worker}): its own events tell what it holds; events tell all that it holds." in told.out
+    )
+    text = json.dumps(chat(messages=[{"role": "user", "content": PROMPT}])).encode()
+    told = await run(*at(running, "explain", "-f", "-"), stdin=text)
+    assert "This prompt is routed by its text, which events cannot be compared with" in told.out
+
+
+async def test_of_a_pair_it_is_told_who_computes_the_prompt(gateway: Begin, engine: StartEngine, body: str) -> None:
+    workers = [WorkerConfig((await engine(role=role)).url, role=role) for role in ("prefill", "decode", "decode")]
+    running = await gateway(*workers, policy="cache_aware")
+    prefill = workers[0].url.removeprefix("http://")
+    told = await run(*at(running, "explain", "-f", body, "--header", "x-session-id: mine"))
+    route = (await run(*at(running, "explain", "-f", body, "--header", "x-session-id: mine", "--json"))).json()
+    pairs = [row for row in route["candidates"] if row["prefill"] is not None]
+    assert {row["prefill"] for row in pairs} == {prefill} and {row["prefill_rung"] for row in pairs} == {"predicted"}
+    start = next(at for at, row in enumerate(told.rows) if row[:3] == ["candidate", "prompt by", "total ms"])
+    computing = [row[2] if row[0] == "->" else row[1] for row in told.rows[start + 1 : start + 5]]
+    assert told.status == 0 and sorted(map(prefill.__eq__, computing)) == [False, False, True, True]
+    assert prefill in told.out
 
 
 async def test_breaks_of_the_session_are_told(gateway: Begin, engine: StartEngine, body: str) -> None:
@@ -222,7 +260,7 @@ async def test_tenants_are_listed_with_what_they_use_of_their_limits(gateway: Be
     a, b = (dict(zip(head, row, strict=True)) for row in rows)
     assert (a["tenant"], a["weight"], a["requests/min"]) == ("a", "2", "1 of 600")
     assert a["computed tokens/min"].endswith(" of 2M")
-    assert (b["tenant"], b["requests/min"], b["policy"]) == ("b", "-", "-")
+    assert (b["tenant"], b["requests/min"], b["policy"]) == ("b", "-", "the model's")
     assert [row["name"] for row in (await run(*at(running, "tenants", "--json"))).json()["tenants"]] == ["a", "b"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gateway import live
 from gateway.config import Config, Secret, TenantConfig
-from gateway.console.answers import Event
+from gateway.console.feed import Event
 from gateway.console.screen import Seen, screen
 from gateway.run import Running
 from gateway.workers import State
