@@ -78,8 +78,8 @@ def _head(seen: Seen, width: int) -> Text:
     event = seen.event
     left = Text.assemble(("warmroute", "bold"), f"  {plain(seen.url)}")
     if seen.lost is not None:
-        since = "" if event is None else f"; what is shown is of {_clock(event.time)}"
-        return Text.assemble(left, "  ", (f"{sentence(seen.lost)}{since}", "bold red"))
+        since = "" if event is None else f"; as of {_clock(event.time)}"
+        return Text.assemble((f"{sentence(seen.lost)}{since}", "bold red"), "  ", left)
     if event is None:
         return Text.assemble(left, "  connecting")
     right = f"{_clock(event.time)}  configuration {event.config.generation}"

@@ -95,12 +95,14 @@ async def _data(answer: httpx.Response) -> AsyncIterator[bytes]:
 async def _once(admin: Admin, out: Console) -> None:
     """One screen, as soon as there is something to tell rates of."""
     seen = Seen(admin.url)
-    async with asyncio.timeout(6 * SILENT):
-        async with aclosing(events(admin)) as feed:
+    try:
+        async with asyncio.timeout(6 * SILENT), aclosing(events(admin)) as feed:
             async for event in feed:
                 seen.take(event)
                 if event.window_seconds >= RATES:
                     break
+    except (httpx.HTTPError, OSError) as error:
+        raise Unanswered(admin.why(error)) from None
     width, height = out.size
     out.print(screen(seen, width, height), crop=False, no_wrap=True, overflow="ignore")
 
@@ -143,9 +145,9 @@ async def _read(admin: Admin, feed: AsyncIterator[Event], seen: Seen, draw: Call
             async for event in feed:
                 seen.take(event)
                 draw()
-            seen.lost = "the gateway ended the feed: coming back"
+            seen.lost = "the feed ended: coming back"
         except (httpx.HTTPError, OSError):
-            seen.lost = "the gateway does not answer: coming back"
+            seen.lost = "no answer: coming back"
         except Denied:
             raise
         except (Unanswered, Refused) as error:

@@ -98,6 +98,11 @@ class Terminal:
         """The same without escapes."""
         return ESCAPES.sub(b"", bytes(self.written)).decode("utf-8", "replace")
 
+    @property
+    def echoes(self) -> bool:
+        """Whether keys that are pressed show."""
+        return bool(termios.tcgetattr(self.file)[3] & termios.ECHO)
+
     def press(self, key: bytes) -> None:
         os.write(self.file, key)
 

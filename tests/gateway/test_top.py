@@ -12,11 +12,12 @@ import pytest
 
 from gateway import live
 from gateway.config import Config, Secret, TenantConfig
+from gateway.console import screen as drawing
 from gateway.console.feed import Event
-from gateway.console.screen import Seen, screen
 from gateway.run import Running
 from gateway.workers import State
-from tests.gateway.conftest import Begin, StartEngine
+from tests.gateway.conftest import Begin, StartEngine, StartScripted
+from tests.gateway.scripted import Seen, ok
 from tests.gateway.talk import admin, chat, once, request, until
 from tests.gateway.terminal import Terminal, front, run, terminal
 
@@ -95,9 +96,9 @@ def read(event: dict[str, Any]) -> Event:
 
 
 def drawn(event: dict[str, Any], width: int = 80, height: int = 24, **parts: Any) -> list[str]:
-    seen = Seen("http://127.0.0.1:8081", **parts)
+    seen = drawing.Seen("http://127.0.0.1:8081", **parts)
     seen.take(read(event))
-    lines = screen(seen, width, height).plain.split("\n")
+    lines = drawing.screen(seen, width, height).plain.split("\n")
     assert len(lines) <= height and all(len(line) <= width for line in lines)
     return lines
 
@@ -151,12 +152,30 @@ async def test_targets_that_go_are_gone_and_a_gateway_that_starts_anew_begins_an
 ) -> None:
     event = await feed(await gateway(await engine()))
     (tile,) = event["fleet"]["tiles"]
-    seen = Seen("http://127.0.0.1:8081")
+    seen = drawing.Seen("http://127.0.0.1:8081")
     seen.take(read({**event, "fleet": {"whole": True, "tiles": [tile, {**tile, "name": "b:1"}], "gone": []}}))
     seen.take(read({**event, "fleet": {"whole": False, "tiles": [{**tile, "name": "c:1"}], "gone": ["b:1"]}}))
     assert set(seen.tiles) == {tile["name"], "c:1"}
     seen.take(read({**event, "fleet": {"whole": True, "tiles": [{**tile, "name": "d:1"}], "gone": []}}))
     assert set(seen.tiles) == {"d:1"}
+
+
+async def test_a_gateway_that_breaks_off_is_an_error_in_one_line(
+    gateway: Begin, engine: StartEngine, scripted: StartScripted
+) -> None:
+    event = await feed(await gateway(await engine()))
+    event["window_seconds"] = 0.0
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999999\r\n\r\n"
+
+    async def break_off(seen: Seen) -> None:
+        await seen.write(head + b"data: %b\n\n" % json.dumps(event).encode())
+        seen.writer.close()
+
+    cut = await scripted(break_off, ok(b"data: {}\n\n"), ok(b"hello"), ok(b"no", status=b"502 No"))
+    for words in ("does not answer as a gateway does", "another version", "has no live feed", "answers status 502"):
+        shown = await run("top", "--once", "--admin", cut.url)
+        assert (shown.status, shown.out) == (2, "") and shown.err.count("\n") == 1
+        assert shown.err.startswith("warmroute top: ") and words in shown.err
 
 
 # -- on a terminal ------------------------------------------------------------------------------------------------------
@@ -169,6 +188,7 @@ async def left(shown: Terminal) -> None:
     assert bytes(shown.written).rstrip().endswith((LEAVES, b"\x1b[?25h"))
     assert LEAVES in shown.written and b"\x1b[?25h" in shown.written
     assert "Traceback" not in shown.text
+    assert shown.echoes, "keys show again"
 
 
 @pytest.mark.parametrize("way", ["interrupt", "terminate", "q"])
@@ -178,6 +198,7 @@ async def test_it_is_left_cleanly(gateway: Begin, engine: StartEngine, way: str)
         await shown.shows("all is well")
         await work(running, 2)
         await shown.shows("sessions 2")
+        assert not shown.echoes
         if way == "q":
             shown.press(b"q")
         else:
@@ -200,7 +221,7 @@ async def test_it_says_when_the_gateway_is_gone_and_comes_back_with_it(gateway: 
     async with front(first.admin.port) as door, terminal("top", "--admin", f"http://127.0.0.1:{door.port}") as shown:
         await shown.shows(f"127.0.0.1:{one.port}")
         door.hang_up()
-        await shown.shows("coming back; what is shown is of ")
+        await shown.shows(": coming back; as of ")
         shown.forget()
         door.to = second.admin.port
         await shown.shows(f"127.0.0.1:{other.port}")
