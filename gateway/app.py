@@ -465,7 +465,8 @@ class Gateway:
         ask = self.routing.ask(tenant, reading, named, draw, now, ids=ids, salt=self.inserts.salt, dry=True)
         if self.fleet.staged and route.generates:
             ask.takes = self.pairs.takes(route.kind, body)
-        return self.routing.explain(ask, now, self.routing.pinned(ask, set(), now))
+        breaks = None if self.doctor is None else self.accounts.breaks
+        return self.routing.explain(ask, now, self.routing.pinned(ask, set(), now), breaks)
 
     def _stored(self, path: bytes) -> tuple[Dialect, Route] | None:
         """Routes below ``/v1/responses/``."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from gateway import config as configuration
+from gateway import config as configuration, console
 from gateway.config import Config, WorkerConfig
 from gateway.config_check import check
 from gateway.config_reader import ConfigError, Problem
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     _add_diff(commands)
     _add_doctor(commands)
+    console.add(commands)
     key = commands.add_parser("key", help="make a tenant's key, or hash one")
     key.add_argument("--hash", action="store_true", help="hash the key on standard input, and make none")
     key.add_argument("--salt", metavar="HEX", help="that of other keys: each distinct salt costs unknown keys time")

@@ -565,6 +565,11 @@ def variable(name: str) -> str:
     return found
 
 
+def maybe_variable(name: str) -> str | None:
+    """A variable of the environment, if it is set to something."""
+    return os.environ.get(name) or None
+
+
 def shown(value: Any) -> Any:
     """A configuration as plain data for people, secrets hidden."""
     if is_dataclass(value) and not isinstance(value, type):

@@ -238,7 +238,23 @@ SCHEMAS: dict[str, Schema] = {
         pair=maybe(objects(prefill=TEXT, decode=TEXT, kv_from=maybe(TEXT))),
         model=TEXT,
         prompt_tokens=maybe(WHOLE),
-        session=maybe(objects(id=TEXT, source=TEXT, home=maybe(TEXT), turns=WHOLE)),
+        mode={"enum": ["text", "ids", None]},
+        best_tokens=maybe(WHOLE),
+        seen_tokens=maybe(WHOLE),
+        session=maybe(
+            objects(
+                id=TEXT,
+                source=TEXT,
+                home=maybe(TEXT),
+                why=maybe(TEXT),
+                partner=maybe(TEXT),
+                turns=WHOLE,
+                running=WHOLE,
+                idle_seconds=maybe(NUMBER),
+                returns=maybe({"type": "object"}),
+                breaks=maybe({"type": "array"}),
+            )
+        ),
         candidates=many(
             objects(
                 target=TEXT,
@@ -247,6 +263,8 @@ SCHEMAS: dict[str, Schema] = {
                 holding_tokens=each(WHOLE),
                 running=WHOLE,
                 homes=WHOLE,
+                rung=TEXT,
+                rung_reason=TEXT,
             )
         ),
     ),

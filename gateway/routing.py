@@ -629,8 +629,15 @@ class Routing:
 
     # -- the dry run ------------------------------------------------------------------------------------------------
 
-    def explain(self, ask: Ask, now: float, pinned: Choice | None = None) -> dict[str, object]:
-        """What would be chosen and why; changes nothing. ``pinned``: the choice that is not the policy's to make."""
+    def explain(
+        self,
+        ask: Ask,
+        now: float,
+        pinned: Choice | None = None,
+        breaks: Callable[[Session], list[dict[str, object]]] | None = None,
+    ) -> dict[str, object]:
+        """What would be chosen and why; changes nothing. ``pinned``: the choice that is not the policy's to make. ``breaks``:
+        where a session's prompts broke from those before, if anybody looks."""
         view = self.view(ask, (), now)
         choice = pinned or self.choose(ask, (), now)
         staged = view.prefill is not None
@@ -653,21 +660,12 @@ class Routing:
             },
             "model": ask.model_name,
             "prompt_tokens": ask.request.tokens,
-            "session": None
-            if session is None
-            else {
-                "id": session.key.hex(),
-                "source": ask.found,
-                "home": self._name(session.home),
-                "partner": self._name(session.partner),
-                "turns": session.turns,
-                "running": session.running,
-                "returns": self.forecast(session, now),
-            },
+            **_evidence(ask),
+            "session": None if session is None else self._story(ask, session, now, breaks),
             "candidates": [
                 {
                     "target": row.target.name,
-                    **({} if not staged else _stage(ask, row)),
+                    **({} if not staged else self._stage(ask, row)),
                     "total_ms": None if row.terms is None else round(row.terms.total * 1e3, 3),
                     "terms": None
                     if row.terms is None
@@ -675,10 +673,42 @@ class Routing:
                     "holding_tokens": _by_tier(ask.request, row.target.id, row.holding),
                     "running": row.target.running,
                     "homes": row.target.homes,
+                    **self._belief(row.target.id),
                 }
                 for row in rows
             ],
         }
+
+    def _story(
+        self, ask: Ask, session: Session, now: float, breaks: Callable[[Session], list[dict[str, object]]] | None
+    ) -> dict[str, object]:
+        return {
+            "id": session.key.hex(),
+            "source": ask.found,
+            "home": self._name(session.home),
+            "why": session.why or None,
+            "partner": self._name(session.partner),
+            "turns": session.turns,
+            "running": session.running,
+            "idle_seconds": round(max(0.0, now - session.used), 3) if session.turns else None,
+            "returns": self.forecast(session, now),
+            "breaks": None if breaks is None else breaks(session),
+        }
+
+    def _belief(self, target: int) -> dict[str, object]:
+        """What its holdings are taken from, and why."""
+        trust = self.index.of(target)
+        return {"rung": trust.rung.value, "rung_reason": trust.reason}
+
+    def _stage(self, ask: Ask, row: Candidate) -> dict[str, object]:
+        """Who would compute the prompt for a candidate, what it holds of it, and why that is believed."""
+        first = row.prefill
+        if first is None:
+            return dict.fromkeys(("prefill", "prefill_holding_tokens", "prefill_rung", "prefill_rung_reason"))
+        request = ask.request
+        held = _by_tier(request, first.id, request.holdings.get(first.id, 0))
+        belief = {f"prefill_{name}": value for name, value in self._belief(first.id).items()}
+        return {"prefill": first.name, "prefill_holding_tokens": held, **belief}
 
     def forecast(self, session: Session, now: float) -> dict[str, object] | None:
         """Whether the session's KV will survive at its home until its next turn; ``None`` where it has no home."""
@@ -743,14 +773,13 @@ def _shadowed(ask: Ask, shadow: Policy, made: Choice, other: Choice, now: float)
     }
 
 
-def _stage(ask: Ask, row: Candidate) -> dict[str, object]:
-    """Who would compute the prompt for a candidate, and what it holds of it."""
-    first = row.prefill
-    if first is None:
-        return {"prefill": None, "prefill_holding_tokens": None}
-    request = ask.request
-    held = _by_tier(request, first.id, request.holdings.get(first.id, 0))
-    return {"prefill": first.name, "prefill_holding_tokens": held}
+def _evidence(ask: Ask) -> dict[str, object]:
+    """What the index says of the prompt; ``None``: it was not asked. A prompt as ``text`` is not compared with events."""
+    if not ask.prefixed or ask.size is None:
+        return {"mode": None, "best_tokens": None, "seen_tokens": None}
+    best = max(ask.request.holdings.values(), default=0)
+    mode = "text" if ask.ids is None else "ids"
+    return {"mode": mode, "best_tokens": best, "seen_tokens": max(best, ask.ceiling)}
 
 
 def _by_tier(request: Request, target: int, tokens: int) -> dict[str, int]:
