@@ -121,7 +121,6 @@ class Hit(Struct):
 
     prompt_tokens: int
     cached_tokens: int | None = None
-    rate: float | None = None
 
 
 class Session(SessionRow, kw_only=True):

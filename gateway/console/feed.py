@@ -9,7 +9,6 @@ class Tile(Struct):
     """A target as the feed tells it, or a worker that has none yet."""
 
     name: str
-    worker: str
     state: str
     reason: str = ""
     running: int = 0
@@ -45,7 +44,6 @@ class Hits(Struct):
 class Quantiles(Struct):
     """Milliseconds."""
 
-    requests: int
     p50: float
     p99: float
 
@@ -53,7 +51,6 @@ class Quantiles(Struct):
 class First(Struct):
     """Times of first tokens."""
 
-    by_hit: dict[str, Quantiles]
     all: Quantiles | None = None
 
 

@@ -1,7 +1,7 @@
 """``warmroute top``: the fleet, live. It follows ``GET /live``, and comes back to it when the gateway does.
 
-Two tasks: one reads the feed for as long as it lasts, the other draws once a second, for silence is news too. Whatever ends it
-(q, Ctrl-C, a signal to terminate, an error) gives the terminal back as it was.
+One task reads the feed and draws what it tells; where the feed ends it says so, and tries again. Whatever ends the whole (q,
+Ctrl-C, a signal to terminate, a token that does not fit any more) gives the terminal back as it was.
 """
 
 from __future__ import annotations
