@@ -226,9 +226,9 @@ class Accounts:
         if conversation is not None and len(conversation) <= LONGEST:
             self.gateway.routing.pin(ask.tenant, CONVERSATION + conversation, target.worker.id, ask.session)
 
-    def breaks(self, session: Session) -> list[dict[str, object]]:
-        """Where the session's prompts broke from those before, as far as it was examined."""
-        return [] if self.gateway.doctor is None else self.gateway.doctor.breaks(session.hash)
+    def breaks(self, session: Session) -> list[dict[str, object]] | None:
+        """Where the session's prompts broke from those before, as far as it was examined; ``None``: the doctor is off."""
+        return None if self.gateway.doctor is None else self.gateway.doctor.breaks(session.hash)
 
     def examining(self, exchange: Exchange) -> None:
         """Its answer begins, and its body would go: what is kept of it."""

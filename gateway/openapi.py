@@ -206,7 +206,7 @@ SCHEMAS: dict[str, Schema] = {
                 holdings=each(WHOLE),
                 hits=many(objects(prompt_tokens=WHOLE, cached_tokens=maybe(WHOLE), rate=maybe(NUMBER))),
                 hit_rate=maybe(NUMBER),
-                breaks={"type": "array"},
+                breaks=maybe({"type": "array"}),
                 returns=maybe({"type": "object"}),
             ),
         ]

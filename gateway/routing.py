@@ -634,7 +634,7 @@ class Routing:
         ask: Ask,
         now: float,
         pinned: Choice | None = None,
-        breaks: Callable[[Session], list[dict[str, object]]] | None = None,
+        breaks: Callable[[Session], list[dict[str, object]] | None] | None = None,
     ) -> dict[str, object]:
         """What would be chosen and why; changes nothing. ``pinned``: the choice that is not the policy's to make. ``breaks``:
         where a session's prompts broke from those before, if anybody looks."""
@@ -680,7 +680,7 @@ class Routing:
         }
 
     def _story(
-        self, ask: Ask, session: Session, now: float, breaks: Callable[[Session], list[dict[str, object]]] | None
+        self, ask: Ask, session: Session, now: float, breaks: Callable[[Session], list[dict[str, object]] | None] | None
     ) -> dict[str, object]:
         return {
             "id": session.key.hex(),

@@ -131,7 +131,7 @@ class Session(SessionRow, kw_only=True):
     told: list[str]
     holdings: dict[str, int]
     hits: list[Hit]
-    breaks: list[Break]
+    breaks: list[Break] | None
     why: str | None = None
     partner: str | None = None
     parent: str | None = None

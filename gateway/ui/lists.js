@@ -87,9 +87,9 @@ function story(told) {
       ["", "number", (row) => percent(row.rate)], ["", "stretch", (row) => bar(row.rate ?? 0)],
     ], told.hits),
     el("h3", {}, "Breaks"),
-    told.breaks.length ? table("Where its prompts broke from those before", [
+    told.breaks?.length ? table("Where its prompts broke from those before", [
       ["Cause", "", (row) => row.cause], ["Place", "", (row) => place(row.place)], ["Lost", "number", (row) => `${count(row.tokens_lost)} tokens`],
-    ], told.breaks) : el("p", { class: "quiet" }, "None that was examined."),
+    ], told.breaks) : el("p", { class: "quiet" }, told.breaks ? "None that was examined." : "Not known: the doctor is off."),
   ];
 }
 
