@@ -12,12 +12,12 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from gateway.appended import Appended
 from kv_index.pages import PAGE_TOKENS, SYMBOL
 
 if TYPE_CHECKING:
@@ -51,15 +51,8 @@ class Head(msgspec.Struct):
     key: str
 
 
-class File:
-    """An open recording: whole lines are appended until it has ``most`` bytes; ``keep`` full ones stay as ``path.1`` and so on,
-    the newest first. Raises `Unrecordable`."""
-
-    def __init__(self, path: str, most: int, keep: int = 0) -> None:
-        self.path = path
-        self.most = most
-        self.keep = keep
-        self._open()
+class File(Appended):
+    """An open recording. One that is begun anew has the same key: all of them can be read together. Raises `Unrecordable`."""
 
     def _open(self) -> None:
         path = self.path
@@ -136,32 +129,6 @@ class File:
         elif end < self.size:
             os.ftruncate(self._file, end)
             self.size = end
-
-    def append(self, lines: bytes) -> None:
-        """Whole lines; either all of them are there afterwards, or none and `OSError` is raised."""
-        try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-        except OSError:
-            os.ftruncate(self._file, self.size)
-            raise
-        self.size += len(lines)
-
-    def rotate(self) -> None:
-        """Begin anew, with the same key: all of them can be read together. Raises `OSError` and `Unrecordable`."""
-        for number in range(self.keep, 1, -1):
-            with suppress(FileNotFoundError):
-                os.replace(f"{self.path}.{number - 1}", f"{self.path}.{number}")
-        os.replace(self.path, f"{self.path}.1")
-        self.close()
-        self._open()
-
-    def close(self) -> None:
-        """No more lines."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
 
 
 def _key_in(name: str) -> bytes:

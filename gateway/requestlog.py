@@ -13,7 +13,6 @@ import json
 import logging
 import os
 from collections import deque
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from re import compile as pattern
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway.appended import Appended
 from gateway.dialects import Usage
 from gateway.metrics import Metrics
 
@@ -127,43 +127,18 @@ class Console:
         """It stays open."""
 
 
-class Rotated:
-    """A file that becomes ``file.1`` when it has ``most`` bytes, and that ``file.2``, up to ``keep``. Raises `OSError`."""
-
-    def __init__(self, file: str, most: int, keep: int) -> None:
-        self._name, self._most, self._keep = file, most, keep
-        self._open()
+class File(Appended):
+    """Raises `OSError`."""
 
     def _open(self) -> None:
-        self._file = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        self._size = os.fstat(self._file).st_size
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        self.size = os.fstat(self._file).st_size
 
     def append(self, lines: bytes) -> None:
-        """Whole lines; either all of them are there afterwards, or none and `OSError` is raised."""
-        try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._file, self._size)
-            raise
-        self._size += len(lines)
-        if self._size >= self._most:
-            self._rotate()
-
-    def _rotate(self) -> None:
-        with suppress(FileNotFoundError):
-            for number in range(self._keep, 1, -1):
-                with suppress(FileNotFoundError):
-                    os.replace(f"{self._name}.{number - 1}", f"{self._name}.{number}")
-            os.replace(self._name, f"{self._name}.1")
-        os.close(self._file)
-        self._open()
-
-    def close(self) -> None:
-        """No more lines."""
-        os.close(self._file)
+        """Whole lines, all of them or none; a full file is rotated."""
+        super().append(lines)
+        if self.size >= self.most:
+            self.rotate()
 
 
 class RequestLog:
@@ -173,7 +148,7 @@ class RequestLog:
     def __init__(self, file: str, as_json: bool, most: int, keep: int, metrics: Metrics) -> None:
         self._json = as_json
         self._metrics = metrics
-        self._file = Console() if file == CONSOLE else Rotated(file, most, keep)
+        self._file = Console() if file == CONSOLE else File(file, most, keep)
         self._queue: deque[bytes] = deque()
         self._wake = Event()
         self._ending = False
