@@ -45,6 +45,8 @@ class Accounts:
         if choice.prefill is not None or target.role is not Role.UNIFIED:
             way = "pair" if choice.prefill is not None else "local"
             gateway.metrics.pair_decisions.add((ask.model_name, way, choice.reason))
+            if isinstance(choice.prefill, Target):
+                gateway.metrics.routed.add((ask.model_name, gateway.label(choice.prefill)))
         if ask.found is not None:
             gateway.metrics.session_sources.add((ask.found,))
 
@@ -83,24 +85,32 @@ class Accounts:
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
         """An exchange is over, whatever the outcome."""
-        try:
-            self._ended(exchange, outcome, usage, streaming)
-        finally:
-            self._give_back(exchange.ask)
-
-    def _ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool) -> None:
-        gateway = self.gateway
-        ask, target = exchange.ask, exchange.target
-        seconds = gateway.clock() - exchange.started
-        legs = exchange.legs
+        gateway, legs = self.gateway, exchange.legs
         if legs is not None:
             usage = gateway.pairs.usage(legs, usage)
-        if gateway.sample is not None:
-            gateway.sample.ended(exchange, outcome, usage, seconds)
-        if gateway.request_log is not None:
-            gateway.request_log.ended(exchange, outcome, usage, seconds)
-        if gateway.tracer is not None and (exchange.trace is not None or not exchange.attempts):
-            gateway.tracer.ended(exchange, outcome, usage)
+        seconds = gateway.clock() - exchange.started
+        try:
+            self._ended(exchange, outcome, usage, streaming, seconds)
+        finally:
+            self._give_back(exchange.ask)
+            self._tell(exchange, outcome, usage, seconds)
+
+    def _tell(self, exchange: Exchange, outcome: str, usage: Usage | None, seconds: float) -> None:
+        """Whoever only looks on; what fails there is no matter of the request's."""
+        gateway = self.gateway
+        try:
+            if gateway.sample is not None:
+                gateway.sample.ended(exchange, outcome, usage, seconds)
+            if gateway.request_log is not None:
+                gateway.request_log.ended(exchange, outcome, usage, seconds)
+            if gateway.tracer is not None and (exchange.trace is not None or not exchange.attempts):
+                gateway.tracer.ended(exchange, outcome, usage)
+        except Exception:
+            gateway.defect("telling of a request")
+
+    def _ended(self, exchange: Exchange, outcome: str, usage: Usage | None, streaming: bool, seconds: float) -> None:
+        gateway = self.gateway
+        ask, target, legs = exchange.ask, exchange.target, exchange.legs
         opened = exchange.reading.opened
         if isinstance(opened, Opened) and not exchange.settles:
             assert gateway.opened is not None

@@ -35,14 +35,19 @@ class Appended:
         self.size += len(lines)
 
     def rotate(self) -> None:
-        """Begin anew. Raises what opening it does."""
+        """Begin anew. Raises what opening it does; then the old one is still there, by its new name, and open."""
         for number in range(self.keep, 1, -1):
             with suppress(FileNotFoundError):
                 os.replace(f"{self.path}.{number - 1}", f"{self.path}.{number}")
         with suppress(FileNotFoundError):
             os.replace(self.path, f"{self.path}.1")
-        self.close()
-        self._open()
+        old, size = self._file, self.size
+        try:
+            self._open()
+        except BaseException:
+            self._file, self.size = old, size
+            raise
+        os.close(old)
 
     def close(self) -> None:
         """No more lines."""

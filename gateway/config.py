@@ -464,7 +464,9 @@ class TracingConfig:
     endpoint: str
     """The collector's URL for traces, as ``http://collector:4318/v1/traces``."""
     share: float = 0.01
-    """Of the requests that bring no ``traceparent``; those that do are traced as it says."""
+    """Of the requests that bring no ``traceparent``."""
+    trust: bool = True
+    """Whether those that do are traced as it says; if not, they are traced by the same share, as a part of its trace."""
     service: str = "warmroute"
 
 

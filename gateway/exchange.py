@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from gateway.admission import Left
     from gateway.app import Gateway
     from gateway.records import Noted
-    from gateway.tracing import Trace
+    from gateway.tracing import Trace, Tracer
 
 CHOOSING, QUEUED, WAITING, PEEKING, MERGING, REFUSED, RELAYING, ENDED = range(8)
 PHASES = ("choosing", "queued", "waiting", "first_event", "waiting", "waiting", "streaming", "ended")
@@ -298,6 +298,13 @@ class Exchange:
         except Exception:
             self.gateway.defect("asking a shadow policy")
 
+    def _trace(self, tracer: Tracer) -> None:
+        """Begin its span, if it is to have one; whatever becomes of that, this request goes on."""
+        try:
+            self.trace = tracer.begin(self)
+        except Exception:
+            self.gateway.defect("beginning a trace")
+
     def _admit(self) -> None:
         """It is let in."""
         self.admitted = True
@@ -330,7 +337,7 @@ class Exchange:
         if self.attempts == 1:
             self.turn_at, self.chosen_at = now, gateway.clock()
             if gateway.tracer is not None and not gateway.pressure.rung:
-                self.trace = gateway.tracer.begin(self)
+                self._trace(gateway.tracer)
         self.sent_at = now
         self.phase = WAITING
         self.deadline = min(now + gateway.limits_out.first_byte_seconds, self.until)

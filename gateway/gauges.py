@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gateway.fleet import FALL
 from gateway.series import Gauge
-from gateway.workers import State
+from gateway.workers import State, Target
 from kv_index.groups import Tier
 from kv_index.index import Rung
 from policies.admission import Level
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 def gauges(gateway: Gateway) -> list[Gauge]:
     """Every gauge of ``gateway``; targets and workers are those of the moment of the scrape."""
     return _of_targets(gateway) + _of_process(gateway) + _of_queue(gateway)
+
+
+def _pool(target: Target) -> str:
+    """The model that it serves first: those of one pool can stand in for each other."""
+    models = target.worker.facts.models
+    return models[0].name if models else ""
 
 
 def _of_queue(gateway: Gateway) -> list[Gauge]:
@@ -76,8 +82,8 @@ def _of_targets(gateway: Gateway) -> list[Gauge]:
         Gauge(
             "warmroute_target_wait_seconds",
             "Estimated prefill work in front of a new request.",
-            lambda: [((t.name,), t.waits(gateway.fleet.clock())) for t in targets.values()],
-            ("target",),
+            lambda: [((t.name, t.role.value, _pool(t)), t.waits(gateway.fleet.clock())) for t in targets.values()],
+            ("target", "role", "pool"),
         ),
         Gauge(
             "warmroute_target_lateness",
@@ -192,6 +198,14 @@ def _of_process(gateway: Gateway) -> list[Gauge]:
                 for state in State
             ],
             ("worker", "state"),
+        ),
+        Gauge(
+            "warmroute_workers",
+            "Workers by state; 0 where there are none.",
+            lambda: [
+                ((state.value,), sum(worker.state is state for worker in fleet.workers.values())) for state in State
+            ],
+            ("state",),
         ),
         Gauge(
             "warmroute_sessions_dropped",

@@ -75,6 +75,9 @@ def make_doctor(config: Config, gateway: Gateway) -> Doctor | None:
         return None
 
     def counted(tenant: str, cause: str, tokens: int) -> None:
+        if tenant not in gateway.routing.tenants:
+            # It is not configured any more, and has no series.
+            return
         metrics.breaks.add((tenant, cause))
         metrics.break_tokens.add((tenant, cause), tokens)
 

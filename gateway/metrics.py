@@ -30,6 +30,8 @@ TALLIED = (*WHO, "target")
 
 SAMPLED = 7
 """Requests whose draw has none of these bits are taken for what need not be known of all."""
+FAILURES = ("worker_error", "stream_error", "no_worker", "timeout")
+"""Outcomes of requests that ought to have been answered."""
 STAGES = ("read", "tokenize", "match", "choose", "connect", "write")
 HITS = ((0.1, "none"), (0.5, "some"), (0.9, "most"))
 """Below which part of a prompt a hit is called so."""
@@ -105,6 +107,9 @@ class Tally:
         cell = self.requests.get((kind, outcome))
         if cell is None:
             tenant, model, policy = self.who
+            for failure in FAILURES:
+                # Else the first of them would be no rise.
+                self.metrics.requests.cell((tenant, model, kind, policy, failure))
             cell = self.metrics.requests.cell((tenant, model, kind, policy, outcome))
             self.requests[kind, outcome] = cell
         cell[0] += 1
@@ -155,6 +160,7 @@ class Metrics:
             (self.pressure_skipped, ("doctor", "request")),
             (self.session_closes, ("told", "lost")),
             (self.migrations, ("asked", "drained")),
+            (self.refused, ("500", "503")),
         ):
             for value in values or [None]:
                 counter.cell(() if value is None else (value,))
@@ -491,6 +497,10 @@ class Metrics:
         for each in self.all():
             yield from each.pieces()
         yield from of_process()
+
+    def models(self) -> set[str]:
+        """Those of which requests are counted."""
+        return {key[1] for key in self._tallies}
 
     def drop(self, label: str, name: str) -> None:
         """``name`` left, a target, a worker or a tenant: its series go too."""

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from gateway.disagg import BOOTSTRAP_PORT, mooncake
-from gateway.engines import Answer, Counts, Engine, all_engines
+from gateway.engines import Answer, Ask, Counts, Engine, all_engines
 from gateway.errors import Malformed, NoConnection, Refused, Stalled, Unresolved, WorkerFault
 from gateway.fleet import FALL, Fleet
 from gateway.http.upstream import OURS
@@ -26,7 +26,9 @@ ANSWER = 25.0
 """Seconds that a probe may take: SGLang's own health check waits for 20."""
 BRIEF = aiohttp.ClientTimeout(total=5)
 SELDOM = 5
-"""Of so many looks at a worker's load one is at what it counts, where that is told elsewhere."""
+"""Of so many looks at a worker's load one is at what it counts too."""
+COUNTING = 5.0
+"""Seconds that a further page may take."""
 LARGEST = 8 * 1024 * 1024
 """Bytes of an answer that are read."""
 
@@ -357,47 +359,63 @@ class Probe:
 
     async def _watch_load(self, worker: Worker) -> None:
         pause = self.load_seconds
-        before_counts: Counts | None = None
+        counts: Counts | None = None
         looks = 0
         while True:
             await asyncio.sleep(pause)
             pause = self.load_seconds
-            if worker.state is not State.READY:
+            if worker.state not in (State.READY, State.DRAINING):
                 continue
             engine = self.engines.get(worker.facts.engine)
             if engine is None:
                 return
-            waiting = [target.running - int(target.busy - target.foreign) for target in worker.targets]
-            before = [target.running for target in worker.targets]
             seen: dict[str, Answer] = {}
 
             async def ask(path: str, seen: dict[str, Answer] = seen) -> Answer:
                 if path not in seen:
-                    seen[path] = await self.ask(worker, path)
+                    seen[path] = await self.ask(worker, path, seconds=COUNTING if seen else ANSWER)
                 return seen[path]
 
-            try:
-                loads = await engine.load(ask)
-                if seen.keys() & {"/metrics"} or looks % SELDOM == 0:
-                    before_counts = self._count(worker, before_counts, await engine.counts(ask))
-                looks += 1
-            except (WorkerFault, NoConnection):
-                continue
-            except Exception:
-                log.exception("reading the load of %s failed", worker.id)
-                loads = None
-            if loads is None:
+            if not await self._look_at_load(worker, engine, ask):
                 pause = 30.0
-                continue
-            for target, load, ours, running in zip(worker.targets, loads, waiting, before, strict=False):
-                load.taken = self.fleet.clock()
-                self.fleet.report(target, load, max(0, ours), max(running, target.running))
+            if looks % SELDOM == 0:
+                counts = await self._look_at_counts(worker, engine, ask, counts)
+            looks += 1
 
-    def _count(self, worker: Worker, before: Counts | None, now: Counts | None) -> Counts | None:
+    async def _look_at_load(self, worker: Worker, engine: Engine, ask: Ask) -> bool:
+        """Whether it tells its load at all, as far as is known."""
+        waiting = [target.running - int(target.busy - target.foreign) for target in worker.targets]
+        before = [target.running for target in worker.targets]
+        try:
+            loads = await engine.load(ask)
+        except (WorkerFault, NoConnection):
+            return True
+        except Exception:
+            log.exception("reading the load of %s failed", worker.id)
+            return False
+        if loads is None:
+            return False
+        for target, load, ours, running in zip(worker.targets, loads, waiting, before, strict=False):
+            load.taken = self.fleet.clock()
+            self.fleet.report(target, load, max(0, ours), max(running, target.running))
+        return True
+
+    async def _look_at_counts(self, worker: Worker, engine: Engine, ask: Ask, before: Counts | None) -> Counts | None:
+        """What it counts, told; returns what the next are compared with. That it cannot be read costs nothing else."""
+        try:
+            now = await engine.counts(ask)
+        except (WorkerFault, NoConnection):
+            return before
+        except Exception:
+            log.exception("reading what %s counts failed", worker.id)
+            return before
+        return before if now is None else self._count(worker, before, now)
+
+    def _count(self, worker: Worker, before: Counts | None, now: Counts) -> Counts:
         """Tell what came in between; returns what the next are compared with."""
-        if before is None and now is not None:
+        if before is None:
             self.counted(worker, 0, 0, 0)
-        elif before is not None and now is not None:
+        else:
             prompt, cached = now.prompt - before.prompt, now.cached - before.cached
             if worker.role is Role.DECODE:
                 cached -= now.brought - before.brought

@@ -16,7 +16,7 @@ from collections import deque
 from datetime import UTC, datetime
 from functools import lru_cache
 from re import compile as pattern
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
@@ -40,8 +40,8 @@ STOP = 2.0
 """Seconds in which what waits may still be written at the end."""
 CONSOLE = "-"
 """Instead of a file: standard output."""
-LONGEST = 2048
-"""Characters of a path that are told."""
+LONGEST, SHORT = 2048, 200
+"""Characters of a path that are told, and of one that is refused: anybody may send those."""
 
 _PLAIN = pattern(r"[!#-<>-\[\]-~]+")
 """What needs no quotes in ``key=value``: visible ASCII but for quotes, equals signs and backslashes."""
@@ -128,17 +128,21 @@ class Console:
 
 
 class File(Appended):
-    """Raises `OSError`."""
+    """Raises `OSError`. One that cannot be rotated goes on up to twice its size."""
 
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         self.size = os.fstat(self._file).st_size
 
     def append(self, lines: bytes) -> None:
-        """Whole lines, all of them or none; a full file is rotated."""
-        super().append(lines)
+        """Whole lines, all of them or none; a full file is rotated first."""
         if self.size >= self.most:
-            self.rotate()
+            try:
+                self.rotate()
+            except OSError:
+                if self.size >= 2 * self.most:
+                    raise
+        super().append(lines)
 
 
 class RequestLog:
@@ -154,6 +158,7 @@ class RequestLog:
         self._ending = False
         self._thread = Thread(target=self._run, name="request log", daemon=True)
         self._failed = False
+        self._lock = Lock()
 
     def start(self) -> None:
         """Begin to write."""
@@ -168,7 +173,7 @@ class RequestLog:
 
     def refused(self, request_id: bytes, path: bytes, status: int) -> None:
         """A request was refused before it was routed."""
-        self._put(Ended(time(), _latin(request_id), status, "refused", _latin(path[:LONGEST])))
+        self._put(Ended(time(), _latin(request_id), status, "refused", _latin(path[:SHORT])))
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None, seconds: float) -> None:
         """A request is over after so many seconds."""
@@ -206,9 +211,13 @@ class RequestLog:
 
     def _put(self, ended: Ended) -> None:
         if len(self._queue) >= QUEUE:
-            self._metrics.request_log_dropped.add()
+            self._dropped(1)
         else:
             self._queue.append(line(ended, self._json))
+
+    def _dropped(self, lines: int) -> None:
+        with self._lock:
+            self._metrics.request_log_dropped.add((), lines)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class RequestLog:
         try:
             self._file.append(text)
         except OSError as error:
-            self._metrics.request_log_dropped.add((), lines)
+            self._dropped(lines)
             if not self._failed:
                 log.warning("the request log cannot be written: %s", error)
             self._failed = True

@@ -294,5 +294,6 @@ class Warming:
                     self.index.landed(root.namespace, root.symbols, target.id, place, sent, now)
                 else:
                     self.index.undone(root.namespace, root.symbols, target.id, place, 0, sent)
-        self.metrics.warmed.add((target.name, outcome))
+        if target.id in self.fleet.targets:
+            self.metrics.warmed.add((target.name, outcome))
         return status

@@ -76,6 +76,8 @@ REMEMBERED = 8
 """The part of the index, one in so many, for prompts that nobody holds any more: they tell the ceiling."""
 SENDING = 3.0
 """Seconds that the last traces may take to be sent."""
+ANY = "any"
+"""The label of requests that name no model of anybody's."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -357,7 +359,9 @@ class Running:
             # What it imports is an extra, and takes its time.
             from gateway.tracing import Tracer
 
-            self.gateway.tracer = Tracer(wanted.endpoint, wanted.share, wanted.service, version("warmroute"))
+            self.gateway.tracer = Tracer(
+                wanted.endpoint, wanted.share, wanted.service, version("warmroute"), wanted.trust
+            )
 
     async def _record(self) -> None:
         wanted = self.config.recording
@@ -404,6 +408,7 @@ class Running:
                 if now >= self._observe_at:
                     self._observe_at = now + OBSERVE
                     self._observe()
+                    self._part_models()
             except Exception:
                 self.gateway.defect("upkeep")
 
@@ -414,6 +419,15 @@ class Running:
             for name in self._parting - busy:
                 self.metrics.drop("tenant", name)
             self._parting &= busy
+
+    def _part_models(self) -> None:
+        """Models that nobody serves and no configuration names any more have no series: adapters come and go."""
+        served = {model.name for worker in self.fleet.workers.values() for model in worker.facts.models}
+        stays = (
+            served | self.gateway.options.configured | {exchange.ask.model_name for exchange in self.gateway.exchanges}
+        )
+        for name in self.metrics.models() - stays - {ANY}:
+            self.metrics.drop("model", name)
 
     def _foresee(self, now: float) -> None:
         """Say it before a cache is too small for the sessions that will return to it."""

@@ -41,7 +41,9 @@ class Counter:
         rows = iter(list(self.values.items()))
         while some := list(islice(rows, LINES)):
             of = self.head.of
-            yield "".join([f"{of(labels)}{number(cell[0])}\n" for labels, cell in some])
+            # Some may have gone since the piece before.
+            values = self.values
+            yield "".join([f"{of(labels)}{number(cell[0])}\n" for labels, cell in some if labels in values])
 
     def drop(self, position: int, value: str) -> None:
         """Remove the series whose label at ``position`` is ``value``."""
@@ -92,7 +94,7 @@ class Histogram:
         yield self.head.intro
         rows = iter(list(self.values.items()))
         while some := list(islice(rows, LINES // len(self._bounds))):
-            yield "".join([self._text(labels, row) for labels, row in some])
+            yield "".join([self._text(labels, row) for labels, row in some if labels in self.values])
 
     def _text(self, labels: Labels, row: list[float]) -> str:
         known = self._known.get(labels)

@@ -98,8 +98,15 @@ class Tracer:
     nothing."""
 
     def __init__(
-        self, endpoint: str, share: float, service: str, version: str, exporter: SpanExporter | None = None
+        self,
+        endpoint: str,
+        share: float,
+        service: str,
+        version: str,
+        trust: bool = True,
+        exporter: SpanExporter | None = None,
     ) -> None:
+        self._trust = trust
         self._most_draw = int(share * (1 << 64))
         # It would have clients write to our log whatever they put into a tracestate.
         logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
@@ -122,15 +129,16 @@ class Tracer:
         """It is about to be sent, or was refused; ``None``: it is not traced."""
         named = exchange.incoming.named
         parent = parent_of(named.get(b"traceparent"))
-        if parent is not None:
-            if not parent.trace_flags.sampled:
+        if parent is None or not self._trust:
+            if exchange.ask.request.draw >= self._most_draw:
                 return None
+        elif not parent.trace_flags.sampled:
+            return None
+        if parent is not None:
             state = named.get(b"tracestate")
             if state is not None and len(state) <= LONGEST:
                 told = TraceState.from_header([state.decode("latin-1")])
                 parent = SpanContext(parent.trace_id, parent.span_id, True, parent.trace_flags, told)
-        elif exchange.ask.request.draw >= self._most_draw:
-            return None
         operation = OPERATIONS.get(exchange.route.kind, exchange.route.kind)
         model = exchange.ask.model_name
         inside = None if parent is None else set_span_in_context(NonRecordingSpan(parent))

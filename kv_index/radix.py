@@ -110,6 +110,8 @@ class RadixIndex:
         self._targets: dict[int, _Target] = {}
         self._remembered: OrderedDict[Node, None] = OrderedDict()
         """Nodes without holders, those that lost their last one first in front."""
+        self._place: Node | None = None
+        """Where a prompt that is being inserted ends: whoever asked for that has no pin on it yet."""
         self._serial = 0
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -222,9 +224,11 @@ class RadixIndex:
             at += len(child.edge)
         if fresh:
             self._push(node, target, now)
+        self._place = node
         if state.capacity is not None and state.pages > state.capacity:
             self._fit(target, state, node)
         self._bound()
+        self._place = None
         return node
 
     def pin(self, place: Node, target: int) -> None:
@@ -392,7 +396,8 @@ class RadixIndex:
     def _join_only(self, node: Node) -> None:
         if node.children and len(node.children) == 1:
             (child,) = node.children.values()
-            if child.held.keys() == node.held.keys() and not node.pins and not node.references:
+            spared = node.pins or node.references or node is self._place
+            if child.held.keys() == node.held.keys() and not spared:
                 self._join(node, child)
 
     def _join(self, node: Node, child: Node) -> None:
@@ -426,6 +431,9 @@ class RadixIndex:
 
     def _push(self, node: Node, target: int, stamp: float) -> None:
         state = self._targets[target]
+        if stamp > node.held[target]:
+            # A pin or a reference makes it seem younger; when that ends it needs another entry.
+            state.buried.add(node)
         self._serial += 1
         heappush(state.heap, (stamp, self._serial, node))
         if len(state.heap) > state.limit:

@@ -115,16 +115,24 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+_SAMPLE = re.compile(rb"(?:\{([^}\n]*)\})?[ \t]+([^ \t\r\n]+)")
+NEW_LINE = 0x0A
+
+
 def gauge(text: bytes, name: str) -> dict[str, float]:
     """Values of one metric in a Prometheus exposition: label text -> value. Reads only the lines it needs."""
     found: dict[str, float] = {}
-    for match in re.finditer(
-        rb"^" + re.escape(name.encode()) + rb"(?:\{([^}\n]*)\})?[ \t]+([^ \t\r\n]+)", text, re.MULTILINE
-    ):
-        try:
-            found[(match[1] or b"").decode("utf-8", "replace")] = float(match[2])
-        except ValueError:
-            continue
+    wanted = name.encode()
+    at = text.find(wanted)
+    # Pages are long and lines few: searching for the name's bytes alone is what a busy event loop can afford.
+    while at >= 0:
+        match = _SAMPLE.match(text, at + len(wanted)) if not at or text[at - 1] == NEW_LINE else None
+        if match is not None:
+            try:
+                found[(match[1] or b"").decode("utf-8", "replace")] = float(match[2])
+            except ValueError:
+                pass
+        at = text.find(wanted, at + len(wanted))
     return found
 
 

@@ -72,6 +72,7 @@ export function follow(event, state) {
       throw new Error("the gateway ended it");
     } finally {
       clearTimeout(timer);
+      stop.abort();
     }
   }
 

@@ -78,7 +78,7 @@ function story(told) {
     ["turns", `${told.turns}, ${told.running} running, idle for ${span(told.idle_seconds)}`], ["last prompt", `${count(told.prompt_tokens)} tokens`],
     ["held by", Object.entries(told.holdings).map(([name, tokens]) => `${name} ${count(tokens)}`).join(", ") || "nobody"],
     ["found, of late", percent(told.hit_rate)], told.tool && ["waits for", told.tool], ...family,
-    told.returns?.text && ["its return", told.returns.text],
+    told.returns?.says && ["its return", told.returns.says],
   ].filter(Boolean);
   return [
     list(facts), el("h3", {}, "Last turns"),

@@ -1,6 +1,7 @@
 """RadixIndex against a model that keeps, for each target, the set of prefixes it holds."""
 
 import math
+from random import Random
 
 import pytest
 from hypothesis import settings, strategies as st
@@ -286,3 +287,30 @@ def test_what_others_used_since_is_not_forgotten_with_a_request_that_failed():
     index.forget(b"", shared + prompt_of(3, 5), 0, 0, used_by=2.0)
     assert index.match(b"", shared).depths == {}
     index.check()
+
+
+@pytest.mark.parametrize("remember", [0, 1_000, 20_000])
+def test_pins_that_come_and_go_under_small_capacities_leave_every_leaf_where_eviction_finds_it(remember):
+    """Long random lives, for what shorter ones of the machines above do not reach."""
+    for seed in range(60):
+        random = Random(seed)
+        index = RadixIndex(remember=remember)
+        targets = random.choice((2, 3))
+        for target in range(targets):
+            index.set_capacity(target, random.choice((20, 30, 50)))
+        pinned = []
+        for now in range(100):
+            if pinned and random.random() < 0.35:
+                prompt, place, target = pinned.pop(random.randrange(len(pinned)))
+                index.unpin(place, target)
+            else:
+                prompt = symbols(tuple(random.randrange(3) for _ in range(random.randrange(1, 30))))
+                target = random.randrange(targets)
+                place = index.insert(b"", prompt, target, float(now))
+                assert place.parent is not None, "where it ends is in the tree, to be pinned"
+                if random.random() < 0.4:
+                    index.pin(place, target)
+                    pinned.append((prompt, place, target))
+            index.check()
+            for prompt, _, target in pinned:
+                assert index.match(b"", prompt).depths[target] == len(prompt) // SYMBOL, "a pinned prompt stays"

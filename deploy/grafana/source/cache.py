@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from panels import Dashboard, Panel, Row
-from queries import AT, FIRST, FIRST_BY_HIT, HITS, SHARES, VARIABLES, WHO, C, P, over, quantiles, rate
+from queries import AT, FIRST, FIRST_BY_HIT, HITS, SHARES, VARIABLES, WHO, C, P, most, over, quantiles, rate
 
 CACHE = Dashboard(
     "warmroute-cache",
@@ -69,7 +69,7 @@ CACHE = Dashboard(
                     "it, with a high share lost to eviction: caches are too small for what comes back.",
                     [
                         (
-                            'sum by (target) (deriv(warmroute_target_evicted_pages{target=~"$target"}[$__rate_interval]))',
+                            'max by (target) (deriv(warmroute_target_evicted_pages{target=~"$target"}[$__rate_interval]))',
                             "{{target}}",
                         )
                     ],
@@ -190,23 +190,23 @@ CACHE = Dashboard(
                     "Batches of KV events applied, and blocks that they said were stored and removed, a second. Removed as fast as "
                     "stored: the caches are full.",
                     [
-                        (rate("warmroute_kv_event_batches", 'target=~"$target"'), "batches"),
-                        (rate("warmroute_kv_blocks_stored", 'target=~"$target"'), "blocks stored"),
-                        (rate("warmroute_kv_blocks_removed", 'target=~"$target"'), "blocks removed"),
+                        (most("warmroute_kv_event_batches", 'target=~"$target"'), "batches"),
+                        (most("warmroute_kv_blocks_stored", 'target=~"$target"'), "blocks stored"),
+                        (most("warmroute_kv_blocks_removed", 'target=~"$target"'), "blocks removed"),
                     ],
                 ),
                 Panel(
                     "KV events by target",
                     "Batches a second. One that serves requests and tells nothing: its events are off, or do not arrive.",
-                    [(rate("warmroute_kv_event_batches", 'target=~"$target"', "target"), "{{target}}")],
+                    [(most("warmroute_kv_event_batches", 'target=~"$target"', "target"), "{{target}}")],
                 ),
                 Panel(
                     "Gaps and replays",
                     "Gaps in the order of an engine's batches, and replays asked for, a second. A replay on every connection is "
                     "normal. Gaps say that events come faster than they are applied, or that the network loses them.",
                     [
-                        (rate("warmroute_kv_event_gaps", 'target=~"$target"', "target"), "gaps {{target}}"),
-                        (rate("warmroute_kv_event_replays", 'target=~"$target"', "target"), "replays {{target}}"),
+                        (most("warmroute_kv_event_gaps", 'target=~"$target"', "target"), "gaps {{target}}"),
+                        (most("warmroute_kv_event_replays", 'target=~"$target"', "target"), "replays {{target}}"),
                     ],
                 ),
                 Panel(
@@ -214,15 +214,20 @@ CACHE = Dashboard(
                     "Events that could not be read (another version of the engine?) and events whose blocks could not be placed (an "
                     "unknown parent, or no room), a second.",
                     [
-                        (rate("warmroute_kv_events_unread", 'target=~"$target"', "target"), "unread {{target}}"),
-                        (rate("warmroute_kv_events_unplaced", 'target=~"$target"', "target"), "unplaced {{target}}"),
+                        (most("warmroute_kv_events_unread", 'target=~"$target"', "target"), "unread {{target}}"),
+                        (most("warmroute_kv_events_unplaced", 'target=~"$target"', "target"), "unplaced {{target}}"),
                     ],
                 ),
                 Panel(
                     "Held tokens by tier",
                     "Tokens that engines hold, as their own events tell, by where they lie. What lies below the device is restored "
                     "before it is used.",
-                    [('sum by (tier) (warmroute_target_held_tokens{target=~"$target"})', "{{tier}}")],
+                    [
+                        (
+                            'sum by (tier) (max by (target, tier) (warmroute_target_held_tokens{target=~"$target"}))',
+                            "{{tier}}",
+                        )
+                    ],
                 ),
                 Panel(
                     "Believed holdings",

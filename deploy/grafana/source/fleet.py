@@ -74,7 +74,7 @@ FLEET = Dashboard(
                 Panel(
                     "Workers ready",
                     "By the gateway that sees fewest.",
-                    [('min (sum by (instance) (warmroute_worker_state{state="ready"}))', "")],
+                    [('min (warmroute_workers{state="ready"})', "")],
                     "short",
                     4,
                     4,
@@ -176,8 +176,8 @@ FLEET = Dashboard(
                     "Left alone",
                     "Targets whose breaker is open, by why: faults in a row, or errors or latency far above their peers'.",
                     [
-                        ("sum by (reason) (warmroute_target_breaker)", "{{reason}}"),
-                        ("sum (warmroute_workers_doubted)", "doubted, used all the same"),
+                        ("sum by (reason) (max by (target, reason) (warmroute_target_breaker))", "{{reason}}"),
+                        ("max (warmroute_workers_doubted)", "doubted, used all the same"),
                     ],
                 ),
                 Panel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from panels import Dashboard, Panel, Row
-from queries import VARIABLES, WHO, WORST, quantiles, rate
+from queries import VARIABLES, WHO, WORST, most, quantiles, rate
 
 GATEWAY = Dashboard(
     "warmroute-gateway",
@@ -156,7 +156,7 @@ GATEWAY = Dashboard(
                     "Clients leave in the middle and engines stop nothing: they generate for nobody.",
                     [
                         (rate("warmroute_client_aborts", "", "phase"), "left, {{phase}}"),
-                        ("sum (rate(warmroute_engine_aborts_total[$__rate_interval]))", "stopped by engines"),
+                        (most("warmroute_engine_aborts", of="worker"), "stopped by engines"),
                     ],
                     "reqps",
                 ),

@@ -42,7 +42,17 @@ K = "warmroute_predicted_cached_tokens"
 REPORTED = over("warmroute_cached_tokens", "warmroute_cache_reported_prompt_tokens", AT)
 PREDICTED = over(K, P, AT)
 CEILING = over(C, P, AT)
-ENGINES = "sum (rate(warmroute_engine_cached_tokens_total[$__rate_interval])) / sum (rate(warmroute_engine_prompt_tokens_total[$__rate_interval]))"
+
+
+def most(metric: str, only: str = "", by: str = "", of: str = "target") -> str:
+    """Of a counter that every gateway tells of the same engines: a second, once."""
+    one = f"max by ({of}{', ' + by if by and by != of else ''}) (rate({metric}_total{f'{{{only}}}' if only else ''}[$__rate_interval]))"
+    return f"sum {f'by ({by}) ' if by else ''}({one})"
+
+
+ENGINES = (
+    f"{most('warmroute_engine_cached_tokens', of='worker')} / {most('warmroute_engine_prompt_tokens', of='worker')}"
+)
 EVICTED = f"({rate(C, AT)} - {rate(B, AT)}) / {rate(P, AT)}"
 ROUTED = f"({rate(B, AT)} - {rate(K, AT)}) / {rate(P, AT)}"
 COLD = f"1 - {CEILING}"
@@ -51,7 +61,7 @@ FIRST = "warmroute_time_to_first_token_seconds"
 HITS = Panel(
     "Hit rate against its ceiling",
     "Prompt tokens found in an engine's cache over prompt tokens, both of the same interval: long prompts weigh what they cost. "
-    "Reported by engines with each answer; predicted when it was sent; counted by engines themselves, whoever sent it. The ceiling "
+    "Reported by engines with each answer; predicted when it was sent; counted by engines themselves, whoever sent it (always of the whole fleet). The ceiling "
     "is what one cache without bounds would have given.",
     [(REPORTED, "reported"), (PREDICTED, "predicted"), (ENGINES, "engines' own"), (CEILING, "ceiling")],
     "percentunit",
@@ -84,7 +94,7 @@ FIRST_BY_HIT = Panel(
 STATES = Panel(
     "Workers by state",
     "How many workers are joining, ready, draining or down.",
-    [("sum by (state) (warmroute_worker_state)", "{{state}}")],
+    [("sum by (state) (max by (worker, state) (warmroute_worker_state))", "{{state}}")],
 )
 
 VARIABLES = (
