@@ -64,10 +64,10 @@ class Head:
 
 
 def braced(names: Sequence[str], values: Sequence[str]) -> str:
-    """Labels in braces; nothing if there are none."""
+    """Labels in braces, by name; nothing if there are none."""
     if not names:
         return ""
-    return "{" + ",".join(f'{name}="{escaped(value)}"' for name, value in zip(names, values, strict=True)) + "}"
+    return "{" + ",".join(f'{name}="{escaped(value)}"' for name, value in sorted(zip(names, values, strict=True))) + "}"
 
 
 def escaped(value: str) -> str:

@@ -11,6 +11,7 @@ from random import Random
 
 import httpx
 import pytest
+from aiohttp import web
 from hypothesis import given, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,7 +20,7 @@ from gateway.metrics import Metrics, hit_of
 from gateway.run import Running
 from gateway.series import Counter, Gauge, Histogram
 from tests.gateway.conftest import Begin, StartEngine
-from tests.gateway.talk import Raw, chat, long_chat, once, request, until
+from tests.gateway.talk import Raw, chat, long_chat, once, request, settled, until
 
 Samples = dict[str, float]
 
@@ -58,7 +59,7 @@ def test_prometheus_reads_back_whatever_labels_and_numbers_there_are(values: dic
         histogram.observe(labels, value)
     text = "".join([*counter.pieces(), *histogram.pieces(), *gauge.pieces()])
     read = {
-        (sample.name, *sample.labels.values()): sample.value
+        (sample.name, *(sample.labels[name] for name in ("one", "two", "le") if name in sample.labels)): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -297,3 +298,45 @@ async def test_what_the_process_takes_and_what_runs_is_told(gateway: Begin, engi
     stages = found["warmroute_stage_seconds_count"]
     assert 0 < stages["stage=read"] == stages["stage=match"] == stages["stage=choose"] == stages["stage=write"] < 60
     assert stages["stage=tokenize"] == 0
+
+
+async def test_a_metrics_page_that_hangs_costs_no_look_at_the_load(gateway: Begin, engine: StartEngine) -> None:
+    """SGLang tells its load elsewhere."""
+    behind = await engine("sglang")
+
+    async def serve(asked: web.Request) -> web.Response:
+        if asked.path == "/metrics":
+            await asyncio.sleep(60)
+        async with httpx.AsyncClient() as http:
+            found = await http.get(behind.url + str(asked.rel_url))
+        return web.Response(body=found.content, status=found.status_code, content_type="application/json")
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", serve)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        running = await gateway(url, change=lambda config: setattr(config.probes, "load", 0.05))
+        (target,) = running.fleet.targets.values()
+        assert target.worker.facts.engine == "sglang"
+        for _ in range(8):
+            seen = target.load_report
+            await until(lambda seen=seen: target.load_report is not seen)
+    finally:
+        await runner.cleanup()
+
+
+async def test_models_that_nobody_serves_any_more_have_no_series(gateway: Begin, engine: StartEngine) -> None:
+    running = await gateway(await engine(models=["sim", "adapter"]), policy="cache_aware")
+    for model in ("sim", "adapter"):
+        assert (await once(running.port, request(chat(max_tokens=1, model=model)))).status == 200
+    await settled(running)
+    assert 'model="adapter"' in "".join(running.metrics.pieces())
+    (worker,) = running.fleet.workers.values()
+    worker.facts.models = [model for model in worker.facts.models if model.name == "sim"]
+    running._part_models()
+    text = "".join(running.metrics.pieces())
+    assert 'model="adapter"' not in text
+    assert 'model="sim"' in text

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from gateway.config import Config, ConfigError, RequestLogConfig, TenantConfig, parse
 from gateway.config_reader import Secret
-from gateway.requestlog import Ended, line
+from gateway.requestlog import Ended, File, line
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine, start_gateway
 from tests.gateway.talk import Raw, admin, chat, long_chat, once, request, settled, until
@@ -162,3 +162,21 @@ def test_whatever_clients_say_stays_one_line(path: str, request_id: str, as_json
     assert "\x7f" not in text
     if as_json:
         assert json.loads(text)["path"] == ended.path
+
+
+def test_a_file_that_cannot_be_rotated_goes_on_for_a_while_and_is_rotated_when_it_can(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    file = File(str(path), 100, 1)
+    # Nothing can be renamed to what is a folder with something in it.
+    (tmp_path / "log.1" / "in the way").mkdir(parents=True)
+    for _ in range(8):
+        file.append(b"x" * 24 + b"\n")
+    with pytest.raises(IsADirectoryError):
+        file.append(b"no more\n")
+    assert path.stat().st_size == 200
+    (tmp_path / "log.1" / "in the way").rmdir()
+    (tmp_path / "log.1").rmdir()
+    file.append(b"again\n")
+    assert path.read_bytes() == b"again\n"
+    assert (tmp_path / "log.1").stat().st_size == 200
+    file.close()

@@ -40,7 +40,11 @@ async def ask(running: Running, key: str | None, *lines: str, **fields: Any) -> 
 async def series(running: Running, family: str) -> list[dict[str, str]]:
     text = await admin(running, "/metrics")
     return [
-        sample.labels for each in text_string_to_metric_families(text) if each.name == family for sample in each.samples
+        sample.labels
+        for each in text_string_to_metric_families(text)
+        if each.name == family
+        for sample in each.samples
+        if sample.value
     ]
 
 

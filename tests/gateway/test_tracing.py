@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.config import Config, ConfigError, parse
+from gateway.config import Config, ConfigError, TracingConfig, parse
 from gateway.tracing import parent_of
 from tests.gateway.collector import Collector, flushed, told, traced
 from tests.gateway.conftest import Begin, StartEngine, StartScripted
@@ -179,3 +179,15 @@ def test_what_is_wrong_with_tracing_is_said() -> None:
         with pytest.raises(ConfigError) as caught:
             parse(text + "\nworkers: [{url: 'http://127.0.0.1:1'}]\n", {})
         assert field in str(caught.value)
+
+
+async def test_clients_that_are_not_trusted_do_not_decide_what_is_traced(
+    gateway: Begin, engine: StartEngine, collector: Collector
+) -> None:
+    def wary(config: Config) -> None:
+        config.tracing = TracingConfig(collector.url, 0.0, trust=False)
+
+    running = await gateway(await engine(), change=wary)
+    assert (await once(running.port, request(chat(max_tokens=1), f"traceparent: {PARENT}"))).status == 200
+    await flushed(running)
+    assert collector.spans == []

@@ -109,13 +109,13 @@ class Rig:
         return {target for target, _ in await self.faults()}
 
     async def samples(self, wanted: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and values of a metric."""
+        """Labels and values of a metric, where it is not 0."""
         found = await admin(self.running, "/metrics")
         return [
             (sample.labels, sample.value)
             for family in text_string_to_metric_families(found)
             for sample in family.samples
-            if sample.name == wanted
+            if sample.name == wanted and sample.value
         ]
 
     async def breakers(self) -> dict[str, str]:
