@@ -43,7 +43,7 @@ async def outcomes(running: Running) -> Counter[str]:
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(await admin(running, "/metrics")):
         for sample in family.samples if family.name == "warmroute_requests" else ():
-            if sample.name.endswith("_total"):
+            if sample.name.endswith("_total") and sample.value:
                 found[sample.labels["outcome"]] += int(sample.value)
     return found
 
