@@ -80,7 +80,9 @@ async def compare(
     assert rate(ceiling) > 0.5, "there was something to be found"
     assert rate(spent) >= rate(ceiling) - POINTS
     lost = [max(0, most.cached - each.cached) for most, each in zip(ceiling, spent, strict=True)]
-    assert sum(lost) == 0, "nothing that its own session had computed was computed again"
+    # A helper is a session of its own, that may start where there is less to do: then its start is computed once more.
+    most_lost = 0.02 * sum(each.cached for each in ceiling) if helpers else 0
+    assert sum(lost) <= most_lost, "nothing that its own session had computed was computed again"
     assert sum(engine.stats()["cached_tokens"] for engine in engines) == sum(each.cached for each in spent)
     await spread(running, engines)
     assert len(running.sessions) > SESSIONS if helpers else len(running.sessions) == SESSIONS
