@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from gateway.config import Config, ConfigError, RequestLogConfig, TenantConfig, parse
 from gateway.config_reader import Secret
-from gateway.requestlog import Ended, File, line
+from gateway.requestlog import Ended, File, encode
 from gateway.run import Running
 from tests.gateway.conftest import Begin, StartEngine, start_gateway
 from tests.gateway.talk import Raw, admin, chat, long_chat, once, request, settled, until
@@ -154,7 +154,7 @@ def test_whatever_clients_say_stays_one_line(path: str, request_id: str, as_json
         "ok",
         path.encode("utf-8", "replace").decode("latin-1"),
     )
-    text = line(ended, as_json).decode()
+    text = encode([ended], as_json).decode()
     assert text.endswith("\n")
     assert len((text[:-1] + "x").splitlines()) == 1
     assert as_json or text.isascii()
