@@ -78,6 +78,7 @@ class Ask:
         "namespace",
         "new_session",
         "over",
+        "own",
         "page",
         "pages",
         "partnered",
@@ -127,6 +128,9 @@ class Ask:
         """Bytes of the prompt."""
         self.pages: Pages = EMPTY
         self.depth: Mapping[int, int] = {}
+        """target -> leading pages that it was sent."""
+        self.own: Mapping[int, int] = {}
+        """The same without what other gateways say that they sent, for targets where that is more."""
         self.page = 0.0
         """Tokens in one of its pages."""
         self.ids: bytes | None = None

@@ -471,6 +471,19 @@ class TracingConfig:
 
 
 @dataclass(slots=True)
+class ReplicasConfig:
+    """Several gateways as one: processes on this host, and gateways on others."""
+
+    processes: Count = 1
+    """On this host, each of which takes a part of the connections."""
+    redis: Secret | None = None
+    """Where gateways on several hosts tell each other what they do: redis://host:port/db, rediss:// with TLS,
+    redis+sentinel://host:port,host:port/name, redis+cluster://host:port."""
+    scope: str = "default"
+    """Gateways of one scope, in one Redis, are replicas of each other."""
+
+
+@dataclass(slots=True)
 class Config:
     """The whole file."""
 
@@ -500,6 +513,7 @@ class Config:
     request_log: RequestLogConfig | None = None
     tracing: TracingConfig | None = None
     disaggregation: Disaggregation = field(default_factory=Disaggregation)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     passthrough: list[str] = field(default_factory=list)
     isolation_key: Secret | None = None
     """What isolated tenants' cache salts are made with: the same for all replicas, and over restarts. Random if not given."""

@@ -7,6 +7,7 @@ each of them that comes back takes one that did not go on yet, whose answer is o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128, xxh3_128_digest
@@ -33,6 +34,8 @@ class Ends:
         self._newest: dict[bytes, Session] = {}
         self._others: dict[bytes, list[Session]] = {}
         """Others that said the same, the oldest first."""
+        self.elsewhere: Callable[[bytes], Session | None] | None = None
+        """The session of an end that is not known here, if another gateway has it."""
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -66,8 +69,10 @@ class Ends:
     def _of(self, end: bytes, answer: int) -> Session | None:
         """The session of an end; ``answer``: bytes of the message behind it."""
         newest = self._newest.get(end)
-        others = self._others.get(end) if newest is not None else None
-        if newest is None or others is None:
+        if newest is None:
+            return None if self.elsewhere is None else self.elsewhere(end)
+        others = self._others.get(end)
+        if others is None:
             return newest
         waiting = [session for session in (*others, newest) if session.last == end and not session.running]
         if not waiting:

@@ -68,6 +68,8 @@ class Fleet:
         """Model -> when a ready worker last listed it: tells 404 from 503."""
         self.staged = False
         """Whether some workers do a part of requests only."""
+        self.touched: set[int] = set()
+        """Targets on which a request began, or ended, for whoever looks, and clears it."""
         self._ids = count()
         self._views: dict[str | None, View | None] = {}
         self._listed: set[str] = set()
@@ -97,6 +99,7 @@ class Fleet:
         worker.pool.close()
         for target in worker.targets:
             self.targets.pop(target.id, None)
+            self.touched.discard(target.id)
             self.forget(target.id)
         self.changed()
 
@@ -333,6 +336,7 @@ class Fleet:
         active, expected = uncached + context + EXPECTED_OUTPUT, target.waits(now) + seconds
         charge = Charge(target, seconds, uncached, context, trial, active, expected)
         charge.alone = not target.running and not target.foreign
+        self.touched.add(target.id)
         target.running += 1
         target.active += charge.active
         if not computes:
@@ -350,6 +354,7 @@ class Fleet:
         charge.prefilled = True
         target = charge.target
         charge.alone = charge.alone and target.running == 1
+        self.touched.add(target.id)
         target.busy += 1
         target.discharge(charge, self.clock())
 
@@ -359,6 +364,7 @@ class Fleet:
             return
         charge.ended = True
         target = charge.target
+        self.touched.add(target.id)
         target.running -= 1
         target.active = target.active - charge.active if target.running else 0.0
         if charge.prefilled:
@@ -439,16 +445,14 @@ class Fleet:
         if load.waiting is not None:
             others = max(0, load.waiting - waiting_ours)
             queued = min(others, foreign) * target.rates.prefill(1000, 0)
-        target.busy += foreign - target.foreign
-        target.foreign, target.queued = foreign, queued
-        target.recount()
+        target.reported = foreign, queued
+        target.others()
 
     def forget_report(self, target: Target) -> None:
         """The report is too old to be believed: unknown is unknown."""
         target.load_report = None
-        target.busy -= target.foreign
-        target.foreign = target.queued = 0.0
-        target.recount()
+        target.reported = 0.0, 0.0
+        target.others()
 
     def sweep(self, now: float) -> None:
         """Once a second: breakers that may be tried, pauses that end, slow starts, idle connections."""

@@ -17,6 +17,7 @@ from gateway.prompt import Prompt
 from gateway.sessions import Session
 from gateway.workers import State, Target, Worker
 from kv_index.checkpoints import Checkpoints, Rule
+from kv_index.heard import Heard, seed_of
 from kv_index.index import DOUBTED, PrefixIndex, Report
 from kv_index.pages import PAGE_TOKENS, SYMBOL, TEXT_PAGE, Pages, chain, names, paginate
 from kv_index.sequels import Sequels
@@ -46,6 +47,8 @@ class Holdings:
         self.models = models
         self.checkpoints = Checkpoints()
         self.sequels = Sequels()
+        self.heard: Heard | None = None
+        """What other gateways sent, if there are any."""
         self.reaching = False
         """Whether some workers share a store, or can fetch from each other."""
 
@@ -59,6 +62,11 @@ class Holdings:
         if len(symbols) >= PREFIX_PAGES * SYMBOL:
             request.prefix = xxh3_64_intdigest(symbols[: PREFIX_PAGES * SYMBOL])
         _, depth, seen = self.index.radix.match(ask.namespace, symbols)
+        if self.heard is not None:
+            told = self._hear(ask, symbols, depth, False)
+            if told:
+                depth = {**depth, **told}
+                seen = max(seen, *told.values())
         ask.depth = depth
         tokens = size / model.bytes_per_token
         if session is not None and session.prompt_tokens is not None and size >= session.prompt_bytes:
@@ -103,6 +111,8 @@ class Holdings:
         found = self.index.match(ask.namespace, symbols, ids, ask.start, request.home, events=not ask.reading.apart)
         ask.depth, ask.exact, ask.ceiling = found.depths, found.exact, min(found.seen, count - 1)
         held = found.tokens
+        if self.heard is not None:
+            self._hear_ids(ask, symbols, found.depths, held, count - 1)
         if model.fine:
             self._to_the_token(ask, held, names(symbols), ids)
         if model.rule is not None and held:
@@ -124,6 +134,29 @@ class Holdings:
             request.holdings = {target: self._usable(target, tokens, count) for target, tokens in held.items()}
             if self.reaching:
                 self._reach(request, count)
+
+    def _hear(self, ask: Ask, symbols: bytes, depth: Mapping[int, int], chained: bool) -> dict[int, int]:
+        """target -> pages, where other gateways sent more of the prompt than was sent from here."""
+        assert self.heard is not None
+        home = ask.request.home
+        known = 0 if home is None else depth.get(home, 0)
+        found = self.heard.match(symbols, seed_of(ask.namespace), chained, known, home)
+        more = {target: pages for target, pages in found.items() if pages > depth.get(target, 0)}
+        if more:
+            ask.own = {target: depth.get(target, 0) for target in more}
+        return more
+
+    def _hear_ids(self, ask: Ask, symbols: bytes, depths: Mapping[int, int], held: dict[int, int], most: int) -> None:
+        """The same of a prompt of token ids: no news of targets whose events tell all."""
+        told = self._hear(ask, symbols, depths, True)
+        if not told:
+            return
+        ask.depth = {**depths, **told}
+        ask.ceiling = max(ask.ceiling, min(most, max(told.values()) * PAGE_TOKENS))
+        for target, pages in told.items():
+            trust = self.index.of(target)
+            if self.index.believed(target, ask.request.home) and not (trust.exact and trust.whole):
+                held[target] = max(held.get(target, 0), pages * PAGE_TOKENS)
 
     def _reach(self, request: Request, count: int) -> None:
         """What targets do not hold, but can get: out of a store that their pool writes to, or from the session's home."""

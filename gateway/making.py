@@ -23,6 +23,7 @@ from gateway.metrics import Metrics
 from gateway.oidc import Tokens
 from gateway.pressure import Limits, allowed
 from gateway.prompt import Thinking
+from gateway.seat import Seat
 from gateway.stores import FileStore, RedisStore, Store, Unsaved
 from gateway.tenants import Known, Tenant, Tenants
 from gateway.trials import Part, Policies
@@ -91,7 +92,7 @@ def make_doctor(config: Config, gateway: Gateway) -> Doctor | None:
     )
 
 
-def make_store(config: Config) -> Store | None:
+def make_store(config: Config, seat: Seat | None = None) -> Store | None:
     """Where sessions are kept over a restart, if anywhere. Raises `ConfigError` for a URL that is none of Redis'."""
     if config.sessions.redis is not None:
         try:
@@ -100,10 +101,13 @@ def make_store(config: Config) -> Store | None:
             # What it is may have a password in it.
             problem = Problem(None, "sessions.redis", "is no URL of a Redis: redis://host:port/db")
             raise ConfigError([problem]) from None
-    return None if config.sessions.state is None else FileStore(config.sessions.state)
+    path = config.sessions.state
+    if path is None:
+        return None
+    return FileStore(path if seat is None else seat.own(path))
 
 
-def make_secret(config: Config, store: Store | None) -> bytes | None:
+def make_secret(config: Config, store: Store | None, seat: Seat | None = None) -> bytes | None:
     """What session tokens are sealed with; ``None``: a random one. Raises `ConfigError` for a state file that is none."""
     kept = None
     if isinstance(store, FileStore):
@@ -112,7 +116,10 @@ def make_secret(config: Config, store: Store | None) -> bytes | None:
         except Unsaved as error:
             raise ConfigError([Problem(None, "sessions.state", str(error))]) from None
     told = config.sessions.token_key or config.isolation_key
-    return kept if told is None else str(told).encode()
+    if told is not None:
+        return str(told).encode()
+    # One process's file says nothing to the others.
+    return kept if seat is None else seat.secret.encode()
 
 
 def make_tenants(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from gateway.errors import RateLimited
 
+SLACK = 0.04
+"""Of a limit, what several gateways together may grant too much before they hear of each other."""
 SECONDS = 61
 """That are counted: a minute, and what of the second in which it began was before it."""
 
@@ -93,7 +95,18 @@ class Minute:
 class Meter:
     """Of one tenant. Times are seconds on the gateway's clock."""
 
-    __slots__ = ("computed", "limits", "prompt", "requests", "running", "tenant")
+    __slots__ = (
+        "_unsaid",
+        "beside",
+        "computed",
+        "limits",
+        "prompt",
+        "requests",
+        "running",
+        "said",
+        "sharing",
+        "tenant",
+    )
 
     def __init__(self, tenant: str, limits: Limits) -> None:
         self.tenant = tenant
@@ -103,46 +116,97 @@ class Meter:
         self.requests = Minute()
         self.prompt = Minute()
         self.computed = Minute()
+        self.sharing = 1
+        """Gateways that count for it, this one among them."""
+        self.beside = 0
+        """Requests that run at the others."""
+        self.said = 0
+        """Of ours, as the others know."""
+        self._unsaid = [0.0, 0.0, 0.0]
+        """Requests, prompt tokens and computed tokens that the others do not know of."""
 
     @property
     def free(self) -> bool:
         """Whether one more may run."""
         most = self.limits.concurrency
-        return most is None or self.running < most
+        if most is None:
+            return True
+        left = most - self.running - self.beside
+        if left <= 0 or self.sharing == 1:
+            return left > 0
+        # What is left now, each of the others may be giving away too.
+        return self.running - self.said < max(1.0, (most - self.said - self.beside) / self.sharing)
 
     def comes(self, now: float) -> None:
         """A request comes. Raises `RateLimited` if it is one too many, and does not count it then."""
         most = self.limits.requests_per_minute
         if most is not None:
-            self._check(self.requests, 1, most, "requests", now)
-            self.requests.add(1, now)
+            self._check(0, 1, most, "requests", now)
+            self._add(0, 1, now)
 
     def asks(self, tokens: int, computed: int, now: float) -> None:
         """It has so many prompt tokens, of which so many will have to be computed. Raises `RateLimited`, and counts nothing
         then, if they are too many."""
         limits = self.limits
         if limits.prompt_tokens_per_minute is not None:
-            self._check(self.prompt, tokens, limits.prompt_tokens_per_minute, "prompt tokens", now)
+            self._check(1, tokens, limits.prompt_tokens_per_minute, "prompt tokens", now)
         if limits.computed_tokens_per_minute is not None:
-            self._check(self.computed, computed, limits.computed_tokens_per_minute, "computed tokens", now)
-            self.computed.add(computed, now)
+            self._check(2, computed, limits.computed_tokens_per_minute, "computed tokens", now)
+            self._add(2, computed, now)
         if limits.prompt_tokens_per_minute is not None:
-            self.prompt.add(tokens, now)
+            self._add(1, tokens, now)
 
     def corrects(self, tokens: int, computed: int, asked: float, now: float) -> None:
         """There were so many more, or fewer, than `asks` was told at ``asked``."""
         if self.limits.prompt_tokens_per_minute is not None:
-            self.prompt.correct(tokens, asked, now)
+            self._correct(1, tokens, asked, now)
         if self.limits.computed_tokens_per_minute is not None:
-            self.computed.correct(computed, asked, now)
+            self._correct(2, computed, asked, now)
 
     def refused(self, came: float, now: float) -> None:
         """A request that came then was refused before anything was done for it."""
         if self.limits.requests_per_minute is not None:
-            self.requests.correct(-1, came, now)
+            self._correct(0, -1, came, now)
 
-    def _check(self, minute: Minute, amount: float, limit: float, what: str, now: float) -> None:
+    # -- what other gateways count ----------------------------------------------------------------------------------
+
+    def unsaid(self) -> tuple[float, float, float]:
+        """Requests, prompt tokens and computed tokens since it was last asked; what runs counts as said with them."""
+        requests, prompt, computed = self._unsaid
+        self._unsaid = [0.0, 0.0, 0.0]
+        self.said = self.running
+        return requests, prompt, computed
+
+    def hears(self, requests: float, prompt: float, computed: float, now: float) -> None:
+        """Another counted so much."""
+        for minute, amount in ((self.requests, requests), (self.prompt, prompt), (self.computed, computed)):
+            if amount > 0:
+                minute.add(amount, now)
+            elif amount:
+                minute.correct(amount, now, now)
+
+    # -- counting ---------------------------------------------------------------------------------------------------
+
+    def _minute(self, which: int) -> Minute:
+        return (self.requests, self.prompt, self.computed)[which]
+
+    def _add(self, which: int, amount: float, now: float) -> None:
+        self._minute(which).add(amount, now)
+        self._unsaid[which] += amount
+
+    def _correct(self, which: int, amount: float, counted: float, now: float) -> None:
+        self._minute(which).correct(amount, counted, now)
+        self._unsaid[which] += amount
+
+    def _check(self, which: int, amount: float, limit: float, what: str, now: float) -> None:
+        minute = self._minute(which)
         wait = minute.wait(amount, limit, now)
+        if not wait and self.sharing > 1:
+            # What is left now, each of the others may be giving away too, until they hear of it.
+            unsaid = self._unsaid[which]
+            left = limit - minute.total + unsaid
+            if unsaid and unsaid + amount > left / self.sharing + SLACK * limit / self.sharing:
+                wait = 1.0
         if wait > 0:
             raise RateLimited(
                 f"this key is granted {limit:g} {what} a minute: try again in {wait:.0f} s",

@@ -4,7 +4,10 @@
 makes the choice true (counter, home, index, pin) and `Routing.settle` learns from the end. A dry run stops before commit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,8 +29,11 @@ from gateway.trials import Policies, regret
 from gateway.workers import State, Target
 from kv_index.index import PrefixIndex
 from kv_index.pages import SYMBOL, TEXT_PAGE, names
-from policies.base import Candidate, Choice, Fleet as View, Policy, Request, Role
+from policies.base import Candidate, Choice, Fleet as View, Policy, Request, Role, rendezvous
 from policies.disaggregated import paired
+
+if TYPE_CHECKING:
+    from gateway.replicas.replicas import Replicas
 
 CONVERSATION = "conversation "
 """Before the names of conversations, among those of responses."""
@@ -57,6 +63,8 @@ class Routing:
         """By name."""
         self.pins = Pins()
         self.returning = Returning(fleet)
+        self.replicas: Replicas | None = None
+        """Other gateways, if there are any."""
         self._paired: dict[int, tuple[Policy, Policy]] = {}
 
     def reconfigure(self, options: Options) -> None:
@@ -212,6 +220,8 @@ class Routing:
             ask.turn = session.turns + 1
             request.session = session.hash
             request.home = session.home if session.home is not None else carried
+            if request.home is None and self.replicas is not None and self.replicas.deaf is not None:
+                request.home = self._agreed(session)
             request.partner = session.partner
             # One of whose answer all is here but the end of its framing runs no more.
             request.siblings = session.running and session.running - sum([each.over() for each in session.live])
@@ -277,7 +287,10 @@ class Routing:
 
     def pin(self, tenant: Tenant, name: str, worker: str, session: Session | None) -> None:
         """``worker`` alone has the state that goes by ``name``."""
-        self.pins.put(tenant.name, name, worker, None if session is None else session.key)
+        key = None if session is None else session.key
+        self.pins.put(tenant.name, name, worker, key)
+        if self.replicas is not None:
+            self.replicas.said.pinned(tenant.name, name, worker, key)
         if session is not None:
             others = [each for each in session.pins if each[0] != name]
             session.pins = (*others[1 - KEPT :], (name, worker))
@@ -302,6 +315,11 @@ class Routing:
                     self.sessions.bind(session, target.id, "token")
                 return target.id
         return None
+
+    def _agreed(self, session: Session) -> int | None:
+        """Where other gateways that are not heard would have it at home, too."""
+        view = self.fleet.view(session.model)
+        return None if view is None or session.turns else rendezvous(session.hash, view.targets).id
 
     def _lent(self, request: Request, session: Session, ids: bytes, now: float) -> None:
         """What the session's home can hand back of this very prompt."""
@@ -464,6 +482,10 @@ class Routing:
                 model.demand.sent(computes.rates.prefill(request.tokens - ask.context, ask.context), now)
             self.holdings.note(ask, computes)
             ids = ask.ids is not None
+            if self.replicas is not None:
+                self.replicas.said.sent(ask, computes)
+                if computes is not target and target.worker.facts.keeps:
+                    self.replicas.said.sent(ask, target)
             if computes is not target:
                 place = self.index.sent(ask.namespace, ask.pages.symbols, computes.id, now, ids)
                 ask.second = (place, computes.id)

@@ -50,8 +50,10 @@ from gateway.probe import Probe
 from gateway.recording import File, Unrecordable
 from gateway.records import Recorder
 from gateway.reload import Reloading
-from gateway.requestlog import RequestLog
+from gateway.replicas.joined import make_replicas
+from gateway.requestlog import CONSOLE, RequestLog
 from gateway.roots import Roots, Warming
+from gateway.seat import Seat
 from gateway.sessions import Session, Sessions
 from gateway.source import Source
 from gateway.subscribe import Subscriptions
@@ -78,6 +80,8 @@ SENDING = 3.0
 """Seconds that the last traces may take to be sent."""
 ANY = "any"
 """The label of requests that name no model of anybody's."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 TICK = 0.5
 """Seconds between two rounds of upkeep; also the probe of the event loop's lag."""
 
@@ -85,8 +89,10 @@ TICK = 0.5
 class Running:
     """One gateway with its listeners. ``await start()``, then ``await stop()``."""
 
-    def __init__(self, config: Config, source: Source | None = None) -> None:
+    def __init__(self, config: Config, source: Source | None = None, seat: Seat | None = None) -> None:
         self.config = config
+        self.seat = seat
+        """Its place among several processes; ``None``: it is the only one."""
         self.reloading = Reloading(self, source)
         self.tls: ssl.SSLContext | None = None
         """What the listener speaks."""
@@ -107,14 +113,14 @@ class Running:
         """Tenants that are not configured any more, some of whose requests may run."""
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
         self.keeper: Keeper | None = None
-        store = make_store(config)
+        store = make_store(config, seat)
         self.sessions = Sessions(
             most=config.sessions.max,
             idle=config.sessions.idle,
             headers=config.sessions.headers,
             fields=config.sessions.fields,
             cookie=config.sessions.cookie,
-            secret=make_secret(config, store),
+            secret=make_secret(config, store, seat),
             homes=self._homes,
             dropped=self._dropped,
         )
@@ -130,7 +136,7 @@ class Running:
             attempts=config.retries.attempts,
             retry_budget=config.retries.budget,
             passthrough=tuple(config.passthrough),
-            isolation_key=config.isolation_key,
+            isolation_key=config.isolation_key or (None if seat is None else seat.secret),
             modes=self._make_modes(),
             pairs=config.disaggregation,
             tokens=config.sessions.token,
@@ -174,11 +180,14 @@ class Running:
             most=warming.starts,
             seconds=warming.seconds,
         )
-        self.fleet.began = self.index.lost = self.warming.empty
+        self.fleet.began = self.warming.empty
+        self.index.lost = self._emptied
         if store is not None:
             self.keeper = Keeper(store, self.sessions, self.fleet)
-            self.sessions.turned = self.keeper.used
             self.keeper.pin = self.gateway.routing.pins.put
+        self.replicas = make_replicas(self, config, seat)
+        if self.keeper is not None or self.replicas is not None:
+            self.sessions.turned = self._turned
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
@@ -211,14 +220,14 @@ class Running:
         if listen.tls is not None:
             self.tls_digest, self.ca_digest = digest(listen.tls.files), digest(listen.tls.authorities)
             self.tls = context(listen.tls)
+        given = None if self.seat is None else self.seat.socket("listen")
+        told: dict[str, Any] = {"host": listen.host, "port": listen.port, "reuse_address": True}
         self._listener = await loop.create_server(
             lambda: Inbound(self.gateway.server),
-            listen.host,
-            listen.port,
             ssl=self.tls,
             ssl_handshake_timeout=10.0 if self.tls is not None else None,
-            backlog=2048,
-            reuse_address=True,
+            backlog=BACKLOG,
+            **(told if given is None else {"sock": given}),
         )
         self.port = self._listener.sockets[0].getsockname()[1]
         await self.admin.start()
@@ -227,6 +236,8 @@ class Running:
         self._beats = loop.create_task(self._beat(), name="beat")
         if self.keeper is not None:
             self.keeper.start()
+        if self.replicas is not None:
+            await self.replicas.start()
         await self.probe.start()
         self.reloading.start()
         if self.key_set is not None:
@@ -282,6 +293,8 @@ class Running:
         await self.lifecycle.stop(CLOSING, keeps=self.keeper is not None)
         if self.keeper is not None:
             await self.keeper.stop()
+        if self.replicas is not None:
+            await self.replicas.stop()
         await self.probe.stop()
         await self.subscriptions.stop()
         if self.health is not None:
@@ -346,7 +359,8 @@ class Running:
         if wanted is None:
             return
         try:
-            opened = RequestLog(wanted.file, wanted.format == "json", wanted.max, wanted.keep, self.metrics)
+            path = wanted.file if self.seat is None or wanted.file == CONSOLE else self.seat.own(wanted.file)
+            opened = RequestLog(path, wanted.format == "json", wanted.max, wanted.keep, self.metrics)
         except OSError as error:
             told = f"{wanted.file!r} cannot be written: {error.strerror}"
             raise ConfigError([Problem(None, "request_log.file", told)]) from None
@@ -368,7 +382,7 @@ class Running:
         if wanted is None:
             return
         try:
-            file = File(wanted.file, wanted.max, wanted.keep)
+            file = File(wanted.file if self.seat is None else self.seat.own(wanted.file), wanted.max, wanted.keep)
         except Unrecordable as error:
             raise ConfigError([Problem(None, "recording.file", str(error))]) from None
         self.gateway.recorder = Recorder(file, wanted.share, self.metrics, self.gateway.defect)
@@ -475,6 +489,8 @@ class Running:
         for target in worker.targets:
             self.subscriptions.leave(target)
             self.index.remove(target.id)
+            if self.replicas is not None:
+                self.replicas.removed(target.id)
             self._evicted.pop(target.id, None)
         for name in names:
             self.metrics.drop("target", name)
@@ -573,6 +589,21 @@ class Running:
             self.lifecycle.moved(session)
         if self.keeper is not None:
             self.keeper.changed(session)
+        if self.replicas is not None:
+            self.replicas.said.bound(session)
+
+    def _turned(self, session: Session, now: float) -> None:
+        """A turn of it ended."""
+        if self.keeper is not None:
+            self.keeper.used(session, now)
+        if self.replicas is not None:
+            self.replicas.said.turned(session, now)
+
+    def _emptied(self, target: int) -> None:
+        """It holds nothing."""
+        if self.replicas is not None:
+            self.replicas.heard.empty(target)
+        self.warming.empty(target)
 
     def _dropped(self, session: Session) -> None:
         """It was forgotten."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from os import urandom
+from time import time
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
@@ -85,6 +86,12 @@ class Session:
     """The latest of them."""
     why: str = ""
     """Why its home is where it is: the reason of the choice that bound it."""
+    moves: int = 0
+    """How often it was given a home."""
+    bound_at: float = 0.0
+    """When it last was; Unix seconds, for others to compare."""
+    spoken: float = 0.0
+    """When other gateways were last told of it."""
     hits: tuple[tuple[int, int | None], ...] = ()
     """(prompt tokens, cached tokens) of its last `KEPT` turns, as the engine reported."""
     told: dict[str, int] | None = None
@@ -130,6 +137,11 @@ class Sessions:
         """Told when a session's home changes, and of its end."""
         self.turned: Callable[[Session, float], None] | None = None
         """Told when a turn of a session ended."""
+        self.ended: Callable[[Session], None] | None = None
+        """Told when somebody ends a session."""
+        self.elsewhere: Callable[[bytes, bool], Session | None] | None = None
+        """The session of a key that is not known here, if another gateway has it; made a part of the store, unless the second
+        argument is set."""
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         """In the order of their last use."""
         self._children: dict[bytes, set[bytes]] = {}
@@ -164,6 +176,8 @@ class Sessions:
         """The session of that name, made if it is new. ``dry``: nothing is stored or touched."""
         key, parent = keys_of(found, tenant, model)
         session = self.get(key)
+        if session is None and self.elsewhere is not None:
+            session = self.elsewhere(key, dry)
         if session is None:
             session = Session(key, found.source, tenant, model, xxh3_64_intdigest(key), parent=parent)
             session.inner = bool(found.child)
@@ -238,6 +252,7 @@ class Sessions:
         if session.home is not None:
             self._homes(session.home, -1)
         session.home, session.why = target, why
+        session.moves, session.bound_at = session.moves + 1, time()
         self._homes(target, 1)
         if self.bound is not None:
             self.bound(session)
@@ -333,6 +348,11 @@ class Sessions:
         self.ends.restore(session)
         return True
 
+    def adopt(self, session: Session) -> None:
+        """Take in one that another gateway had, whose key is not known here."""
+        self._add(session)
+        self.ends.restore(session)
+
     def end(self, session: Session) -> None:
         """Forget one session with its sub-agents that go by its name; one that was forgotten before had its own."""
         left = [session]
@@ -342,6 +362,8 @@ class Sessions:
                 continue
             left += [child for child in self.children(each) if child.inner]
             self.drop(each)
+            if self.ended is not None:
+                self.ended(each)
 
     def get(self, key: bytes) -> Session | None:
         """By key, without touching it."""

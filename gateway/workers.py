@@ -192,17 +192,20 @@ class Target(Charged):
     """One (worker, rank) with what only the gateway knows of it."""
 
     __slots__ = (
+        "beside",
         "breaker",
         "calibration",
         "epoch",
         "failed_pairs",
         "gaps",
+        "homes_beside",
         "inflow",
         "load_report",
         "paused_firmly",
         "paused_until",
         "rank",
         "record",
+        "reported",
         "slots",
         "worker",
     )
@@ -228,6 +231,23 @@ class Target(Charged):
         """What its slots hold, where requests can name one."""
         self.failed_pairs = 0
         """How often handing over KV failed, with whomever, since it last worked."""
+        self.reported = (0.0, 0.0)
+        """Requests that are not ours, and seconds of prefill that those of them put in front that wait: as the engine says."""
+        self.beside = (0.0, 0.0)
+        """The same as other gateways say."""
+        self.homes_beside = 0
+        """Of `homes`, those that other gateways say they have."""
+
+    def ours(self, now: float) -> float:
+        """Seconds of prefill that we put in front, and that are left."""
+        return self.waits(now) - self.queued
+
+    def others(self) -> None:
+        """What is not ours: of what the engine reports and what other gateways say, which are the same, the larger."""
+        foreign = max(self.reported[0], self.beside[0])
+        self.busy += foreign - self.foreign
+        self.foreign, self.queued = foreign, max(self.reported[1], self.beside[1])
+        self.recount()
 
 
 class Charge:

@@ -46,6 +46,8 @@ SWEPT = 10_000
 OFTEN = 32
 """Measurements of a cache's size that are made as they come; further ones every `SELDOM` seconds."""
 SELDOM = 10.0
+CROWDED = 0.02
+"""Change of the part of a cache that is ours below which its bound stays."""
 LEAST_SHARE = 0.02
 """Of its engine's own figure, how small a cache may seem to be."""
 
@@ -90,6 +92,7 @@ class Trust:
         "measured",
         "measured_at",
         "nothing",
+        "part",
         "reason",
         "rung",
         "share",
@@ -126,6 +129,8 @@ class Trust:
         """Pages of its cache, as its engine says."""
         self.share = 1.0
         """The part of that which its answers let us count on."""
+        self.part = 1.0
+        """Of that, the part that holds what was sent from here, where others send there too."""
         self.measured = 0
         """How often its size was measured."""
         self.measured_at = -inf
@@ -390,8 +395,9 @@ class PrefixIndex:
     def _resize(self, target: int, trust: Trust, pages: float) -> None:
         known = trust.known_size
         if known is not None:
-            pages = min(max(pages, known * LEAST_SHARE), known)
-            trust.share = pages / known if known else 1.0
+            most = known * trust.part
+            pages = min(max(pages, most * LEAST_SHARE), most)
+            trust.share = pages / most if most else 1.0
         self.radix.set_capacity(target, max(1, int(pages)))
 
     def set_size(self, target: int, pages: int | None) -> None:
@@ -401,9 +407,23 @@ class PrefixIndex:
             return
         trust.known_size = pages
         if pages is not None:
-            self.radix.set_capacity(target, max(1, int(pages * trust.share)))
+            self.radix.set_capacity(target, max(1, int(pages * trust.share * trust.part)))
         elif trust.share == 1.0:
             self.radix.set_capacity(target, None)
+
+    def size(self, target: int) -> int | None:
+        """Pages that ``target`` can be counted on to hold, whoever sent them; ``None``: not known."""
+        trust = self.trust.get(target)
+        known = None if trust is None else trust.known_size
+        return None if trust is None or known is None else max(1, int(known * trust.share))
+
+    def crowd(self, target: int, part: float) -> None:
+        """So much of what ``target`` holds was sent from here."""
+        trust = self.of(target)
+        known = trust.known_size
+        if known is not None and (abs(part - trust.part) > CROWDED or (part == 1.0 and trust.part != 1.0)):
+            trust.part = part
+            self.radix.set_capacity(target, max(1, int(known * trust.share * part)))
 
     # -- life -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import uvloop
 
 from gateway.config import Config, WorkerConfig
 from gateway.run import Running
+from gateway.seat import Seat
 from gateway.workers import State
 from load_tests.engine import Engine, EngineOptions
 from tests.gateway.collector import Collector, collecting
@@ -32,6 +33,7 @@ async def start_gateway(
     change: Callable[[Config], None] | None = None,
     ready: bool = True,
     policy: str = "round_robin",
+    seat: Seat | None = None,
 ) -> Running:
     """A gateway on free ports. ``change`` edits its configuration; ``ready``: wait for all workers."""
     config = Config(policy=policy)
@@ -51,7 +53,7 @@ async def start_gateway(
             config.workers.append(WorkerConfig(worker if isinstance(worker, str) else worker.url))
     if change is not None:
         change(config)
-    running = Running(config)
+    running = Running(config, seat=seat)
     await running.start()
     if ready:
         await until(lambda: all(worker.state is State.READY for worker in running.fleet.workers.values()), 20)

@@ -185,7 +185,6 @@ def test_what_is_wrong_with_pairs_is_told_with_the_cure(text: str, key: str, cur
         "models: {m: {tokenizer: /t.json}}",
         "models: {m: {template: /t.jinja}}",
         "discovery: {source: kubernetes}",
-        "replicas: {processes: 4}",
     ],
 )
 def test_what_is_not_done_is_refused_and_not_silently_accepted(text: str) -> None:

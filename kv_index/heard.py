@@ -1,0 +1,174 @@
+"""What other gateways sent to targets, as far as they say.
+
+Saying every page of every prompt would fill a bus: 30,000 tokens are 470 pages of text, and 3.7 KB. So a prompt is named at
+some of its lengths only, by a *mark*: a digest of all that stands before. A mark is said once, by whoever sent that much of a
+prompt first, with the target that has it; what a session adds in a turn is one or two of them. A mark is known for what stands
+before it too, so a prompt is looked up from its end backwards for as much as a turn may add, where a session that went on
+elsewhere is found, and then from its start on, where starts are found that many share.
+
+What was heard is believed until the target has been sent as many pages since, by anybody, as its cache holds: it is the oldest
+then, and gone. The same count tells which part of a cache is ours: of the rest `RadixIndex` knows nothing, and it must not
+believe that all of the cache holds what was sent from here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from itertools import chain, islice
+
+from xxhash import xxh3_64_intdigest
+
+from kv_index.pages import SYMBOL
+
+TEXT_STEP, IDS_STEP = 8, 32
+"""Pages between two marks: about 512 tokens."""
+BACK = 8
+"""Marks from a prompt's end backwards that are tried."""
+HOLDERS = 8
+"""Targets that are known for one mark, those that were said last."""
+
+Holders = tuple[tuple[int, int], ...]
+"""(target, pages that had been sent there when it was said), the last said first."""
+
+
+@lru_cache(maxsize=4096)
+def seed_of(namespace: bytes) -> int:
+    """Marks of different namespaces are different."""
+    return xxh3_64_intdigest(namespace)
+
+
+def mark(symbols: bytes, pages: int, seed: int, chained: bool) -> int:
+    """64 bits for the first ``pages`` of a prompt; ``chained``: its symbols stand for all before them already."""
+    end = pages * SYMBOL
+    if chained:
+        return int.from_bytes(symbols[end - SYMBOL : end], "little") ^ seed
+    return xxh3_64_intdigest(memoryview(symbols)[:end], seed)
+
+
+def marks(symbols: bytes, above: int, seed: int, chained: bool) -> list[int]:
+    """Marks of a prompt whose first ``above`` pages were said, and the last of those, which is in use."""
+    step = IDS_STEP if chained else TEXT_STEP
+    first, last = max(1, above // step), len(symbols) // SYMBOL // step
+    return [mark(symbols, at * step, seed, chained) for at in range(first, last + 1)]
+
+
+class Heard:
+    """See the module's head. At most twice ``most`` marks; ``size(target)``: pages of its cache, ``None`` if not known."""
+
+    def __init__(self, size: Callable[[int], int | None], most: int = 100_000) -> None:
+        self.most = most
+        self._size = size
+        self._young: dict[int, Holders] = {}
+        self._old: dict[int, Holders] = {}
+        """Those that were not said again since so many others were."""
+        self._sent: dict[int, int] = {}
+        """target -> pages that were sent there, by anybody."""
+        self._since: dict[int, int] = {}
+        """target -> what that was when it last held nothing."""
+        self._ours: dict[int, float] = {}
+        self._theirs: dict[int, float] = {}
+        """Of late."""
+        self._said: dict[int, int] = {}
+        self._said_before: dict[int, int] = {}
+        """Mark -> target, of what was sent from here: what a newcomer is told, too."""
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    # -- hearing ----------------------------------------------------------------------------------------------------
+
+    def hear(self, target: int, said: Iterable[int], pages: int) -> None:
+        """A prompt was sent to ``target`` by another gateway, ``pages`` of which it did not have."""
+        sent = self._sent[target] = self._sent.get(target, 0) + pages
+        if pages:
+            self._theirs[target] = self._theirs.get(target, 0.0) + pages
+        for each in said:
+            self._put(each, target, sent)
+        if len(self._young) > self.most:
+            self._old, self._young = self._young, {}
+
+    def _put(self, said: int, target: int, sent: int) -> None:
+        before = self._young.get(said) or self._old.get(said)
+        if before is None:
+            self._young[said] = ((target, sent),)
+        else:
+            others = [each for each in before if each[0] != target]
+            self._young[said] = ((target, sent), *others[: HOLDERS - 1])
+
+    def sends(self, target: int, pages: int, heard: int) -> None:
+        """A prompt is sent to ``target`` from here, of which the index had not ``pages`` there; of those ``heard`` were heard
+        of."""
+        if pages:
+            self._sent[target] = self._sent.get(target, 0) + pages - heard
+            self._ours[target] = self._ours.get(target, 0.0) + pages
+            if heard:
+                self._theirs[target] = max(0.0, self._theirs.get(target, 0.0) - heard)
+
+    def says(self, target: int, said: Iterable[int]) -> None:
+        """The others are told so."""
+        self._said.update(dict.fromkeys(said, target))
+        if len(self._said) > self.most:
+            self._said_before, self._said = self._said, {}
+
+    def empty(self, target: int) -> None:
+        """It holds nothing any more."""
+        self._since[target] = self._sent.get(target, 0) + 1
+        self._sent[target] = self._since[target]
+        self._ours.pop(target, None)
+        self._theirs.pop(target, None)
+
+    def remove(self, target: int) -> None:
+        """It is gone, and its number is given to nobody else."""
+        for each in (self._sent, self._since, self._ours, self._theirs):
+            each.pop(target, None)
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def match(self, symbols: bytes, seed: int, chained: bool, known: int, home: int | None) -> dict[int, int]:
+        """target -> leading pages of a prompt that it was sent by others; ``known``: pages that ``home`` has anyway. Where
+        that is the most, others are not looked for."""
+        if not self._young and not self._old:
+            return {}
+        step = IDS_STEP if chained else TEXT_STEP
+        last = len(symbols) // SYMBOL // step
+        found: dict[int, int] = {}
+        for at in range(last, max(last - BACK, known // step), -1):
+            for target in self._holding(mark(symbols, at * step, seed, chained)):
+                found[target] = at * step
+            if found:
+                break
+        if home is not None and (known or home in found):
+            return found
+        for at in range(1, last + 1):
+            holding = self._holding(mark(symbols, at * step, seed, chained))
+            if not holding:
+                break
+            for target in holding:
+                found[target] = max(found.get(target, 0), at * step)
+        return found
+
+    def _holding(self, said: int) -> list[int]:
+        told = self._young.get(said) or self._old.get(said)
+        return [] if told is None else [target for target, sent in told if self._lasts(target, sent)]
+
+    def _lasts(self, target: int, sent: int) -> bool:
+        now = self._sent.get(target)
+        if now is None or sent < self._since.get(target, 0):
+            return False
+        size = self._size(target)
+        return size is None or now - sent <= size
+
+    def ours(self, target: int) -> float:
+        """The part of the target's cache that holds what was sent from here, by what was sent there of late."""
+        ours, theirs = self._ours.get(target, 0.0), self._theirs.get(target, 0.0)
+        size = self._size(target)
+        if size is not None and ours + theirs > 2 * size:
+            self._ours[target], self._theirs[target] = ours / 2, theirs / 2
+        return 1.0 if not theirs else max(ours, 1.0) / (max(ours, 1.0) + theirs)
+
+    def recent(self, most: int) -> Iterator[tuple[int, list[int]]]:
+        """(mark, targets that have it) of those that were said last, by others and from here, ``most`` of each."""
+        for said, target in islice(chain(reversed(self._said.items()), reversed(self._said_before.items())), most):
+            yield said, [target]
+        for said in islice(chain(reversed(self._young), reversed(self._old)), most):
+            if holding := self._holding(said):
+                yield said, holding
