@@ -57,11 +57,11 @@ class AdminSite:
     async def start(self) -> None:
         """Listen. Raises `OSError`."""
         config = self.running.config
-        self.port = await self._listen(self._application(), config.admin.host, config.admin.port)
+        self.port = await self._listen(self._application(), "admin", config.admin.host, config.admin.port)
         if config.metrics is not None:
             scraped = web.Application(middlewares=[self.access.timed])
             scraped.router.add_get("/metrics", self.metrics)
-            self.metrics_port = await self._listen(scraped, config.metrics.host, config.metrics.port)
+            self.metrics_port = await self._listen(scraped, "metrics", config.metrics.host, config.metrics.port)
 
     async def stop(self) -> None:
         """Stop listening."""
@@ -76,14 +76,16 @@ class AdminSite:
         for door in self._doors:
             door.sweep()
 
-    async def _listen(self, application: web.Application, host: str, port: int) -> int:
+    async def _listen(self, application: web.Application, name: str, host: str, port: int) -> int:
         door = application[DOOR] = Door()
         self._doors.append(door)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=2)
         await runner.setup()
         self._runners.append(runner)
         door.server = runner.server
-        site = web.TCPSite(runner, host, port)
+        seat = self.running.seat
+        given = None if seat is None else seat.socket(name)
+        site = web.TCPSite(runner, host, port) if given is None else web.SockSite(runner, given)
         await site.start()
         return int(runner.addresses[0][1])
 

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from gateway.config import Config, WorkerConfig
 from gateway.config_check import check
 from gateway.config_reader import ConfigError, Problem
 from gateway.credentials import SALT, BadKey, hashed, new_key
+from gateway.seat import seat
 from gateway.source import Source
 from kv_index.checkpoints import Rule
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    options.given = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, datefmt="%H:%M:%S"
     )
@@ -53,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", help="address for clients (default 0.0.0.0)")
     serve.add_argument("--port", type=int, help="port for clients (default 8080)")
     serve.add_argument("--admin-port", type=int, help="port of the control plane on loopback (default 8081)")
+    serve.add_argument(
+        "--processes", type=_count, metavar="N", help="gateway processes that share the port (default 1, unsupervised)"
+    )
     serve.set_defaults(run=_serve)
     demo = commands.add_parser("demo", help="compare policies on an embedded fleet of simulated engines")
     demo.add_argument(
@@ -238,6 +243,8 @@ def _flags(options: argparse.Namespace, config: Config) -> None:
         config.listen.port = options.port
     if options.admin_port is not None:
         config.admin.port = options.admin_port
+    if options.processes is not None:
+        config.replicas.processes = options.processes
 
 
 def _config(options: argparse.Namespace) -> tuple[Config, Source | None]:
@@ -254,19 +261,37 @@ def _config(options: argparse.Namespace) -> tuple[Config, Source | None]:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    config, source = _config(options)
+    environment = configuration.environment()
+    place = seat(environment)
+    if place is None and (options.processes is not None or config.replicas.processes > 1):
+        return _supervise(config, options.given, environment)
     from gateway.run import serve
 
-    config, source = _config(options)
-    if not config.workers:
+    if place is not None:
+        logging.getLogger().handlers[0].setFormatter(
+            logging.Formatter(f"%(asctime)s [{place.number}] %(levelname)s %(message)s", "%H:%M:%S")
+        )
+    if not config.workers and (place is None or not place.number):
         logging.getLogger("warmroute").warning(
             "no workers: name some with --worker URL, in the file, or POST them to /workers on the admin port"
         )
     try:
-        uvloop.run(serve(config, source))
+        uvloop.run(serve(config, source, place))
     except OSError as error:
         print(f"cannot listen: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _supervise(config: Config, given: Sequence[str], environment: Mapping[str, str]) -> int:
+    from gateway.supervisor import supervise
+
+    try:
+        return supervise(config, given, environment)
+    except OSError as error:
+        print(f"cannot listen: {error}", file=sys.stderr)
+        return 1
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -586,6 +586,11 @@ def maybe_variable(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def environment() -> Mapping[str, str]:
+    """All of it, to be handed on to processes that are started."""
+    return os.environ
+
+
 def shown(value: Any) -> Any:
     """A configuration as plain data for people, secrets hidden."""
     if is_dataclass(value) and not isinstance(value, type):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from threading import Event, Thread
 from time import monotonic
-from typing import cast
+from typing import Any, cast
 
 from gateway.pressure import Pulse
 
@@ -30,8 +31,12 @@ STARTS = 10.0
 class Health:
     """The thread and its listener. ``pulse`` is written by the gateway's thread and only read here."""
 
-    def __init__(self, pulse: Pulse, host: str, port: int, stalled: float) -> None:
+    def __init__(
+        self, pulse: Pulse, host: str, port: int, stalled: float, listener: socket.socket | None = None
+    ) -> None:
+        """``listener``: a socket that listens already."""
         self.pulse = pulse
+        self.listener = listener
         self.host = host
         self.port = port
         self.stalled = stalled
@@ -74,7 +79,9 @@ class Health:
 
     async def _serve(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        server = await self._loop.create_server(lambda: _Asker(self), self.host, self.port, backlog=256)
+        given = self.listener
+        told: dict[str, Any] = {"host": self.host, "port": self.port} if given is None else {"sock": given}
+        server = await self._loop.create_server(lambda: _Asker(self), backlog=256, **told)
         self.port = server.sockets[0].getsockname()[1]
         self._begun.set()
         await self._ended.wait()

@@ -6,8 +6,10 @@ import asyncio
 import ctypes
 import gc
 import logging
+import os
 import signal
 import ssl
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from threading import Thread
@@ -80,6 +82,10 @@ SENDING = 3.0
 """Seconds that the last traces may take to be sent."""
 ANY = "any"
 """The label of requests that name no model of anybody's."""
+HAND_OVER = 3.0
+"""Seconds for which open connections may bring one more request when another process takes the place of this one."""
+KNOWS = 8.0
+"""Seconds for which one of several processes takes no connection because it does not know enough yet, at most."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 TICK = 0.5
@@ -148,7 +154,8 @@ class Running:
         self.pulse = Pulse()
         self.descriptors = Descriptors(lambda: self.metrics.descriptors_short.add())
         health = config.health
-        self.health = None if health is None else Health(self.pulse, health.host, health.port, health.stalled)
+        given = None if seat is None else seat.socket("health")
+        self.health = None if health is None else Health(self.pulse, health.host, health.port, health.stalled, given)
         self.probe = Probe(
             self.fleet,
             self._described,
@@ -212,24 +219,15 @@ class Running:
 
     async def start(self) -> None:
         """Listen and watch. Raises `OSError` when an address cannot be had, `ConfigError` when the recording cannot."""
-        listen = self.config.listen
-        loop = asyncio.get_running_loop()
+        listen, loop = self.config.listen, asyncio.get_running_loop()
         await self._record()
         self._log_requests()
         self._trace()
         if listen.tls is not None:
             self.tls_digest, self.ca_digest = digest(listen.tls.files), digest(listen.tls.authorities)
             self.tls = context(listen.tls)
-        given = None if self.seat is None else self.seat.socket("listen")
-        told: dict[str, Any] = {"host": listen.host, "port": listen.port, "reuse_address": True}
-        self._listener = await loop.create_server(
-            lambda: Inbound(self.gateway.server),
-            ssl=self.tls,
-            ssl_handshake_timeout=10.0 if self.tls is not None else None,
-            backlog=BACKLOG,
-            **(told if given is None else {"sock": given}),
-        )
-        self.port = self._listener.sockets[0].getsockname()[1]
+        if self.seat is None:
+            await self._listen()
         await self.admin.start()
         if self.health is not None:
             self.health.start()
@@ -246,6 +244,33 @@ class Running:
         if self.gateway.doctor is not None:
             self._examines = loop.create_task(self.gateway.doctor.run(), name="doctor")
         self._upkeep = loop.create_task(self._tick(), name="upkeep")
+        if self.seat is not None:
+            # Others serve meanwhile: a connection that is taken here should find workers, and its session.
+            await self._knows()
+            await self._listen()
+
+    async def _listen(self) -> None:
+        listen = self.config.listen
+        given = None if self.seat is None else self.seat.socket("listen")
+        told: dict[str, Any] = {"host": listen.host, "port": listen.port, "reuse_address": True}
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: Inbound(self.gateway.server),
+            ssl=self.tls,
+            ssl_handshake_timeout=10.0 if self.tls is not None else None,
+            backlog=BACKLOG,
+            **(told if given is None else {"sock": given}),
+        )
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def _knows(self) -> None:
+        """Some worker is ready, and what other processes know is known; for some seconds at most."""
+        replicas = self.replicas
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KNOWS):
+                while self.config.workers and self.gateway.fleet.view(None) is None:
+                    await asyncio.sleep(TICK / 10)
+                while replicas is not None and replicas.newcomer:
+                    await asyncio.sleep(TICK / 10)
 
     async def stop(self, pause: float | None = None) -> None:
         """Drain: readiness off, a pause for balancers to notice, no new connections, running requests to their end."""
@@ -312,6 +337,23 @@ class Running:
             worker.pool.close()
         # One turn of the loop, for closed transports to say so.
         await asyncio.sleep(0)
+
+    async def hand_over(self) -> None:
+        """Another process takes new connections from here on: those that are open may end in peace."""
+        if self._listener is not None:
+            self._listener.close()
+        self.gateway.server.closing = True
+        try:
+            async with asyncio.timeout(HAND_OVER):
+                await self.hurry.wait()
+        except TimeoutError:
+            pass
+
+    def lives(self, what: bytes = b".") -> None:
+        """Tell the supervisor."""
+        if self.seat is not None and self.seat.status >= 0:
+            with suppress(OSError):
+                os.write(self.seat.status, what)
 
     def make(self, config: Config) -> tuple[Tenants, Options]:
         """What is made of ``config`` to be followed; changes nothing. Raises `ConfigError`."""
@@ -400,6 +442,7 @@ class Running:
             if now >= memory_at:
                 memory, memory_at = resident(), now + 1.0
                 pulse.ready = self.gateway.own.readiness()[0]
+                self.lives()
                 pulse.told = {"pressure": pressure.told()}
             pressure.beat(max(0.0, now - expected), memory, now)
 
@@ -627,9 +670,10 @@ def keep_heap() -> None:
         mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
 
 
-async def serve(config: Config, source: Source | None = None) -> None:
-    """Run until SIGTERM or SIGINT; a second one ends at once. SIGHUP reloads the configuration."""
-    running = Running(config, source)
+async def serve(config: Config, source: Source | None = None, seat: Seat | None = None) -> None:
+    """Run until SIGTERM or SIGINT; a second one ends at once. SIGHUP reloads the configuration. One of several processes also
+    ends with its supervisor, and hands over to another one on SIGUSR1."""
+    running = Running(config, source, seat)
     # Before all else: it would end a process that does not expect it.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.reloading.ask)
     await running.start()
@@ -660,6 +704,15 @@ async def serve(config: Config, source: Source | None = None) -> None:
     loop.add_signal_handler(signal.SIGTERM, asked, None)
     # Somebody at a terminal has no balancer that must notice first.
     loop.add_signal_handler(signal.SIGINT, asked, 0.0)
+    if seat is not None:
+        loop.add_signal_handler(signal.SIGUSR1, asked, HAND_OVER)
+        loop.add_reader(seat.life, asked, None)
+        running.lives(b"r")
     await stop.wait()
+    if seat is not None:
+        loop.remove_reader(seat.life)
     log.info("draining: %d requests are running", len(running.gateway.exchanges))
+    if wanted == HAND_OVER:
+        await running.hand_over()
+        wanted = 0.0
     await running.stop(wanted)

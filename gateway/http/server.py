@@ -313,6 +313,8 @@ class Inbound(asyncio.Protocol):
     def _dispatch(self, incoming: Incoming) -> None:
         self.phase = BUSY
         self.deadline = inf
+        if self.server.closing:
+            incoming.close = True
         self.server.serve(incoming, self)
 
     # -- answering --------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ WHOLE = 4
 """... and once in so many times all that is in flight."""
 SILENT = 3.0
 """Seconds without a word after which a speaker is gone."""
+ALONE = 1.5
+"""Seconds after which it is said that nobody is there to be asked."""
 ASKED = 10.0
 """Seconds that an answer to a newcomer may take, and between two questions."""
 SESSIONS, MARKS = 20_000, 50_000
@@ -124,7 +126,7 @@ class Replicas:
         self._number = 0
         self._asks = b""
         self._began = fleet.clock()
-        self._newcomer = True
+        self._caught_up = False
         self._beats = 0
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -158,6 +160,11 @@ class Replicas:
         self._say(self._batch(last=True))
         for bus in self.buses:
             await bus.stop()
+
+    @property
+    def newcomer(self) -> bool:
+        """It may not know yet what others know."""
+        return not self._caught_up and (bool(self.peers) or self.fleet.clock() - self._began < ALONE)
 
     # -- saying -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +249,7 @@ class Replicas:
         if batch.asks == self.who:
             self._answer(batch.who, now)
         if not batch.number and batch.last:
-            self._asks, self._newcomer = b"", False
+            self._asks, self._caught_up = b"", True
             self.caught_up += 1
         elif batch.last:
             self._gone(self.peers[batch.who])
@@ -342,7 +349,7 @@ class Replicas:
                 return
             self._asks = b""
         wanted = [peer for peer in self.peers.values() if peer.missed and now - peer.asked_at >= ASKED]
-        if not wanted and self._newcomer and self.peers:
+        if not wanted and not self._caught_up and self.peers:
             wanted = [min(self.peers.values(), key=lambda each: (each.asked_at, each.who))]
         if wanted:
             peer = wanted[0]
