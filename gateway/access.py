@@ -30,6 +30,7 @@ LARGE, SMALL = 64 * 1024 * 1024, 1024 * 1024
 UPLOAD = 60.0
 """Seconds that a body may take."""
 DOOR = web.AppKey("door", Door)
+BODY = "body"
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,8 +54,18 @@ class Access:
     @web.middleware
     async def guard(self, request: web.Request, handler: Serve) -> web.StreamResponse:
         """Refuse who may not, and tell in JSON why."""
+        return await self._told(request, handler, self._check)
+
+    @web.middleware
+    async def inside(self, request: web.Request, handler: Serve) -> web.StreamResponse:
+        """Other processes of this gateway may all, by a socket that nobody else can reach."""
+        return await self._told(request, handler, lambda request: None)
+
+    async def _told(
+        self, request: web.Request, handler: Serve, check: Callable[[web.Request], None]
+    ) -> web.StreamResponse:
         try:
-            self._check(request)
+            check(request)
             return await handler(request)
         except Fault as fault:
             response = _refusal(fault.status, fault.message)
@@ -131,7 +142,9 @@ def _local(host: str) -> bool:
 
 
 async def read(request: web.Request, most: int) -> bytes:
-    """The body, of at most so many bytes. Raises what `Access.guard` answers."""
+    """The body, of at most so many bytes, however often it is asked for. Raises what `Access.guard` answers."""
+    if BODY in request:
+        return bytes(request[BODY])
     found = bytearray()
     try:
         async with asyncio.timeout(UPLOAD):
@@ -143,7 +156,13 @@ async def read(request: web.Request, most: int) -> bytes:
         raise web.HTTPRequestTimeout(reason="the body did not come in time") from None
     except (ValueError, aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError):
         raise BadRequest("the body cannot be read: it is not framed, or not coded, as it says") from None
+    request[BODY] = bytes(found)
     return bytes(found)
+
+
+def has_body(request: web.Request) -> bool:
+    """Whether it brought one."""
+    return bool(request[BODY]) if BODY in request else request.can_read_body
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:

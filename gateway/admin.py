@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from gateway.access import DOOR, LARGE, Access, in_json, read, read_object
+from gateway.access import DOOR, LARGE, Access, has_body, in_json, read, read_object
 from gateway.config import shown
 from gateway.config_diff import fingerprints, tree
 from gateway.config_reader import Secret
@@ -30,6 +30,7 @@ from gateway.prefixes import Prefixes
 from gateway.reload import NoFile
 from gateway.routing import draw_of
 from gateway.sessions import Session
+from gateway.together import ADDED, Together
 from gateway.workers import State, Worker, WorkerSpec
 from kv_index.groups import Tier
 
@@ -51,21 +52,32 @@ class AdminSite:
         self.access = Access(running)
         self._salt = urandom(16)
         self.live = Live(running)
+        seat = running.seat
+        self.together = None if seat is None else Together(running, seat.folder, seat.number)
+        """The other processes, where there are several."""
         self._page = Page()
         self._prefixes = Prefixes(running, self.live.name)
 
     async def start(self) -> None:
         """Listen. Raises `OSError`."""
         config = self.running.config
-        self.port = await self._listen(self._application(), "admin", config.admin.host, config.admin.port)
+        middlewares, inside = [self.access.timed, self.access.guard], [self.access.timed, self.access.inside]
+        if self.together is not None:
+            own = self._application(inside)
+            own.router.add_get(ADDED, self.together.tell_added)
+            await self._listen(own, "inside", str(self.together.path), 0)
+            middlewares.append(self.together.gathered)
+        self.port = await self._listen(self._application(middlewares), "admin", config.admin.host, config.admin.port)
         if config.metrics is not None:
-            scraped = web.Application(middlewares=[self.access.timed])
+            scraped = web.Application(middlewares=[self.access.timed, *middlewares[2:]])
             scraped.router.add_get("/metrics", self.metrics)
             self.metrics_port = await self._listen(scraped, "metrics", config.metrics.host, config.metrics.port)
 
     async def stop(self) -> None:
         """Stop listening."""
         await self.live.stop()
+        if self.together is not None:
+            await self.together.stop()
         for runner in self._runners:
             await runner.cleanup()
         self._runners.clear()
@@ -85,12 +97,14 @@ class AdminSite:
         door.server = runner.server
         seat = self.running.seat
         given = None if seat is None else seat.socket(name)
-        site = web.TCPSite(runner, host, port) if given is None else web.SockSite(runner, given)
-        await site.start()
+        if name == "inside":
+            await web.UnixSite(runner, host).start()
+            return 0
+        await (web.TCPSite(runner, host, port) if given is None else web.SockSite(runner, given)).start()
         return int(runner.addresses[0][1])
 
-    def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self.access.timed, self.access.guard], client_max_size=0)
+    def _application(self, middlewares: list[Any]) -> web.Application:
+        application = web.Application(middlewares=middlewares, client_max_size=0)
         route = application.router
         route.add_get("/", self._page.index)
         route.add_get(FOLDER + "{name}", self._page.file)
@@ -300,7 +314,7 @@ class AdminSite:
     async def move_session(self, request: web.Request) -> web.Response:
         """Give a session another home: ``{"to": "<target or worker>"}``, or to whom its policy prefers."""
         session = self._find_session(request)
-        body = await read_object(request) if request.can_read_body else {}
+        body = await read_object(request) if has_body(request) else {}
         if set(body) - {"to"} or not isinstance(body.get("to", ""), str):
             raise BadRequest("what can be given is {'to': '<name of a target>'}", param="to")
         self.running.moving.move(session, body.get("to"))

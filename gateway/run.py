@@ -61,7 +61,8 @@ from gateway.source import Source
 from gateway.subscribe import Subscriptions
 from gateway.tenants import Tenants
 from gateway.tls import context, digest
-from gateway.workers import State, Worker, WorkerSpec
+from gateway.together import Added
+from gateway.workers import State, Worker, WorkerSpec, id_of
 from kv_index.blocks import BlockIndex
 from kv_index.index import PrefixIndex, Rung
 from kv_index.radix import RadixIndex
@@ -246,6 +247,9 @@ class Running:
         self._upkeep = loop.create_task(self._tick(), name="upkeep")
         if self.seat is not None:
             # Others serve meanwhile: a connection that is taken here should find workers, and its session.
+            together = self.admin.together
+            if together is not None and (told := await together.added()) is not None:
+                self.follow(told)
             await self._knows()
             await self._listen()
 
@@ -342,7 +346,7 @@ class Running:
         """Another process takes new connections from here on: those that are open may end in peace."""
         if self._listener is not None:
             self._listener.close()
-        self.gateway.server.closing = True
+        self.gateway.server.parting = True
         try:
             async with asyncio.timeout(HAND_OVER):
                 await self.hurry.wait()
@@ -515,6 +519,27 @@ class Running:
         if watch:
             self.probe.watch(worker)
         return worker
+
+    def added(self) -> Added:
+        """What of the fleet is not as configured, for a process that comes."""
+        listed = {id_of(each.url) for each in self.config.workers}
+        workers = self.fleet.workers
+        return Added(
+            [worker.spec for id_, worker in workers.items() if id_ not in listed],
+            [id_ for id_ in listed if id_ not in workers],
+            [id_ for id_, worker in workers.items() if worker.state is State.DRAINING],
+        )
+
+    def follow(self, added: Added) -> None:
+        """Have the fleet as another process has it."""
+        for spec in added.workers:
+            self.add_worker(spec)
+        for id_ in added.removed:
+            if (worker := self.fleet.workers.get(id_)) is not None:
+                self.remove_worker(worker)
+        for id_ in added.draining:
+            if (worker := self.fleet.workers.get(id_)) is not None and worker.state is not State.DRAINING:
+                self.moving.drain(worker)
 
     def resume_worker(self, worker: Worker) -> None:
         """It drains no more."""

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
 from site import getsitepackages
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 from time import monotonic
 
 import msgspec
@@ -113,7 +113,8 @@ class Supervisor:
         adopted = environment.get(ADOPTED)
         self.state = _begin(config) if adopted is None else msgspec.json.decode(adopted, type=State)
         self.stopping = False
-        self._signals = 0
+        self.failed = 0
+        """The exit status of a process that could not start."""
         self._roll = False
         self._rolls: asyncio.Task[None] | None = None
         self._told = False
@@ -141,7 +142,7 @@ class Supervisor:
         if self._rolls is not None:
             self._rolls.cancel()
         self._close()
-        return 0
+        return self.failed
 
     @property
     def port(self) -> int:
@@ -164,7 +165,6 @@ class Supervisor:
 
     def _stop(self, number: int) -> None:
         self.stopping = True
-        self._signals += 1
         until = monotonic() + self.config.drain + self.config.drain_limit + GRACE
         for child in self._all():
             child.until = until if child.until is None else child.until
@@ -215,6 +215,11 @@ class Supervisor:
             _closed(child)
             slot.child = None
             if self.stopping:
+                return
+            if not self._told and not child.ready and child.ended in (1, 2):
+                # None of them ever served: what is wrong is no accident.
+                self.failed = child.ended
+                self._stop(signal.SIGINT)
                 return
             young = not child.ready or now - child.began < YOUNG
             slot.failures = slot.failures + 1 if young else 0
@@ -325,7 +330,8 @@ def _begin(config: Config) -> State:
     return State(
         [Slot(number, listener) for number, listener in enumerate(listeners)],
         shared,
-        mkdtemp(prefix="warmroute-"),
+        # Names of Unix sockets are of some hundred bytes at most.
+        mkdtemp(prefix="warmroute-", dir=None if len(gettempdir()) < 40 else "/tmp"),
         os.urandom(8).hex(),
         os.urandom(32).hex(),
         life,

@@ -313,7 +313,7 @@ class Inbound(asyncio.Protocol):
     def _dispatch(self, incoming: Incoming) -> None:
         self.phase = BUSY
         self.deadline = inf
-        if self.server.closing:
+        if self.server.parting:
             incoming.close = True
         self.server.serve(incoming, self)
 
@@ -456,6 +456,8 @@ class Server:
         self.outbox = outbox or Outbox(self.loop)
         self.connections: set[Inbound] = set()
         self.closing = False
+        self.parting = False
+        """Connections end with the answer to their next request, and say so in it."""
 
     def admit(self, connection: Inbound) -> bool:
         """Count a new connection in; false when there are too many."""
