@@ -17,6 +17,7 @@ from gateway.dialects.fields import NAMING
 from gateway.disagg import all_protocols
 from gateway.engines import all_engines
 from gateway.prompt import Thinking
+from gateway.replicas.redis_url import place_of
 from gateway.workers import WorkerSpec, address
 from kv_index.checkpoints import Rule
 from policies.base import BadOption, Role, UnknownPolicy, names as policy_names
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         WorkerConfig,
     )
 
+MOST_PROCESSES = 64
 NAMELESS = frozenset(
     "authorization proxy-authorization x-api-key cookie forwarded x-forwarded-for x-real-ip "
     "x-request-id traceparent tracestate".split()
@@ -114,6 +116,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
             "disaggregation.bidirectional",
             "needs token mode, or nothing is ever handed back: give models.<name>.tokenizer and .template",
         )
+    _check_replicas(config, wrong)
     if config.request_log is not None:
         _check_request_log(config.request_log, wrong)
     if config.tracing is not None:
@@ -139,6 +142,32 @@ def _check_stores(sessions: SessionsConfig, wrong: Any) -> None:
     if bad or not (url.path if url.scheme == "unix" else url.hostname):
         # What it is may have a password in it.
         wrong("sessions.redis", "is no URL of a Redis: redis://host:port/db, rediss:// for TLS, or unix:///path")
+
+
+def _check_replicas(config: Config, wrong: Any) -> None:
+    told = config.replicas
+    if not 1 <= told.processes <= MOST_PROCESSES:
+        wrong("replicas.processes", f"must be from 1 to {MOST_PROCESSES}: there is no use in more than processors")
+    if told.redis is not None:
+        try:
+            place_of(str(told.redis))
+        except ValueError as error:
+            wrong("replicas.redis", str(error))
+    if not re.fullmatch(r"[\w.-]{1,100}", told.scope):
+        wrong("replicas.scope", "is a name of up to 100 letters, digits, dots, dashes and underscores")
+    if told.processes == 1 and told.redis is None:
+        return
+    if config.sessions.streaming:
+        wrong(
+            "sessions.streaming",
+            "one gateway alone knows the sessions that clients opened: take it out, or replicas.processes and .redis",
+        )
+    for place, worker in enumerate(config.workers):
+        if worker.events.bind or worker.events.poll:
+            wrong(
+                f"workers[{place}].events",
+                "these events go to one gateway alone: take bind and poll out, or replicas.processes and .redis",
+            )
 
 
 def _check_request_log(wanted: RequestLogConfig, wrong: Any) -> None:

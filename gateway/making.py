@@ -23,6 +23,7 @@ from gateway.metrics import Metrics
 from gateway.oidc import Tokens
 from gateway.pressure import Limits, allowed
 from gateway.prompt import Thinking
+from gateway.replicas.shared import shared_secret
 from gateway.seat import Seat
 from gateway.stores import FileStore, RedisStore, Store, Unsaved
 from gateway.tenants import Known, Tenant, Tenants
@@ -107,19 +108,31 @@ def make_store(config: Config, seat: Seat | None = None) -> Store | None:
     return FileStore(path if seat is None else seat.own(path))
 
 
-def make_secret(config: Config, store: Store | None, seat: Seat | None = None) -> bytes | None:
-    """What session tokens are sealed with; ``None``: a random one. Raises `ConfigError` for a state file that is none."""
+def make_secret(config: Config, store: Store | None, common: str | None = None) -> bytes | None:
+    """What session tokens are sealed with; ``common``: what several gateways have in common, if nothing else is
+    said; ``None``: a random one. Raises `ConfigError` for a state file that is none."""
     kept = None
     if isinstance(store, FileStore):
         try:
             kept = store.secret_of()
         except Unsaved as error:
             raise ConfigError([Problem(None, "sessions.state", str(error))]) from None
-    told = config.sessions.token_key or config.isolation_key
-    if told is not None:
-        return str(told).encode()
-    # One process's file says nothing to the others.
-    return kept if seat is None else seat.secret.encode()
+    told = config.sessions.token_key or config.isolation_key or common
+    return kept if told is None else str(told).encode()
+
+
+def make_common(config: Config, seat: Seat | None) -> str | None:
+    """What several gateways make tokens and salts with, if the configuration says nothing; ``None``: there is but one."""
+    redis = config.replicas.redis
+    needed = config.sessions.token_key is None or config.isolation_key is None
+    if redis is not None and needed:
+        try:
+            found = shared_secret(str(redis), config.replicas.scope)
+        except ValueError as error:
+            raise ConfigError([Problem(None, "replicas.redis", str(error))]) from None
+        if found is not None:
+            return found
+    return None if seat is None else seat.secret
 
 
 def make_tenants(

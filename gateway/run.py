@@ -34,6 +34,7 @@ from gateway.jwks import KeySet
 from gateway.keeping import Keeper
 from gateway.lifecycle import Lifecycle
 from gateway.making import (
+    make_common,
     make_doctor,
     make_limits,
     make_options,
@@ -120,14 +121,14 @@ class Running:
         """Tenants that are not configured any more, some of whose requests may run."""
         self.fleet = Fleet(monotonic, limits_out, self._forget, Outbox(asyncio.get_running_loop()))
         self.keeper: Keeper | None = None
-        store = make_store(config, seat)
+        store, common = make_store(config, seat), make_common(config, seat)
         self.sessions = Sessions(
             most=config.sessions.max,
             idle=config.sessions.idle,
             headers=config.sessions.headers,
             fields=config.sessions.fields,
             cookie=config.sessions.cookie,
-            secret=make_secret(config, store, seat),
+            secret=make_secret(config, store, common),
             homes=self._homes,
             dropped=self._dropped,
         )
@@ -143,7 +144,7 @@ class Running:
             attempts=config.retries.attempts,
             retry_budget=config.retries.budget,
             passthrough=tuple(config.passthrough),
-            isolation_key=config.isolation_key or (None if seat is None else seat.secret),
+            isolation_key=config.isolation_key or common,
             modes=self._make_modes(),
             pairs=config.disaggregation,
             tokens=config.sessions.token,

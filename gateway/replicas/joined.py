@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.config import Config
+from gateway.config_reader import ConfigError, Problem
 from gateway.replicas.local import Local
 from gateway.replicas.replicas import Replicas
+from gateway.replicas.shared import Shared
 from gateway.seat import Seat
 from gateway.series import Gauge
 
@@ -31,6 +33,21 @@ def make_replicas(running: Running, config: Config, seat: Seat | None) -> Replic
     )
     if seat is not None:
         replicas.buses.append(Local(seat.folder, replicas.who, replicas.hear))
+    told = config.replicas
+    if told.redis is not None:
+        try:
+            shared = Shared(
+                str(told.redis),
+                told.scope,
+                replicas.who,
+                replicas.host,
+                config.sessions.idle,
+                replicas.hear,
+                replicas.remember,
+            )
+        except ValueError as error:
+            raise ConfigError([Problem(None, "replicas.redis", str(error))]) from None
+        replicas.buses.append(shared)
     gateway.routing.replicas = replicas
     gateway.routing.holdings.heard = replicas.heard
     gateway.sessions.elsewhere = replicas.taken.by_key

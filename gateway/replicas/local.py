@@ -15,6 +15,8 @@ from pathlib import Path
 
 import zmq
 
+from gateway.replicas.words import Batch
+
 log = logging.getLogger("warmroute")
 
 LOOK = 0.5
@@ -75,10 +77,10 @@ class Local:
             self._own.unlink()
         await asyncio.to_thread(self._context.term)
 
-    def say(self, batch: bytes, to: bytes | None = None) -> None:
+    def say(self, data: bytes, to: bytes | None, batch: Batch) -> None:
         """To one, or to all. Who does not read misses it."""
         with suppress(zmq.Again):
-            self._says.send_multipart((to or ALL, batch), zmq.NOBLOCK)
+            self._says.send_multipart((to or ALL, data), zmq.NOBLOCK)
 
     @property
     def troubled(self) -> str | None:

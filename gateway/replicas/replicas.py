@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import urandom
 from struct import Struct
@@ -23,7 +24,7 @@ from gateway.pins import Pins
 from gateway.replicas.elsewhere import Elsewhere
 from gateway.replicas.said import BATCH, Names, Said
 from gateway.replicas.taken import Taken
-from gateway.replicas.words import VERSION, Batch, Placed, decode, encode
+from gateway.replicas.words import VERSION, Batch, Placed, Told, decode, encode, home_of
 from gateway.sessions import Session, Sessions
 from gateway.workers import Target
 from kv_index.heard import Heard
@@ -60,8 +61,8 @@ class Bus(Protocol):
         """No more."""
         ...
 
-    def say(self, batch: bytes, to: bytes | None = None) -> None:
-        """To one, or to all, soon; waits for nobody."""
+    def say(self, data: bytes, to: bytes | None, batch: Batch) -> None:
+        """``data`` is ``batch``: to one, or to all, soon; waits for nobody."""
         ...
 
     @property
@@ -75,6 +76,7 @@ class Peer:
     """Another speaker."""
 
     who: bytes
+    host: bytes
     number: int
     """Of its last batch."""
     at: float
@@ -204,8 +206,10 @@ class Replicas:
         data = encode(batch)
         self.batches_said += 1
         self.bytes_said += len(data)
-        for bus in self.buses:
-            bus.say(data, to)
+        peer = None if to is None else self.peers.get(to)
+        near = peer is not None and peer.host == self.host and bool(self.host)
+        for bus in self.buses[:1] if near else self.buses:
+            bus.say(data, to, batch)
 
     async def _beat(self) -> None:
         while True:
@@ -258,7 +262,7 @@ class Replicas:
         """Whether it is new."""
         peer = self.peers.get(batch.who)
         if peer is None:
-            peer = self.peers[batch.who] = Peer(batch.who, batch.number - 1, now)
+            peer = self.peers[batch.who] = Peer(batch.who, batch.host, batch.number - 1, now)
             self._shared()
         elif batch.number <= peer.number:
             return False
@@ -293,6 +297,14 @@ class Replicas:
         target.homes_beside = homes
         target.beside = float(sum(each[0] for each in told)), sum(each[1] for each in told)
         target.others()
+
+    def remember(self, homes: dict[bytes, bytes]) -> None:
+        """Sessions as they were said once."""
+        told = []
+        for key, home in homes.items():
+            with suppress(msgspec.DecodeError):
+                told.append(Told(key, home_of(home).last, home))
+        self.taken.take(Batch(VERSION, b"", b"", 0, homes=told))
 
     def removed(self, target: int) -> None:
         """It is there no more."""

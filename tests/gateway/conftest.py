@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from gateway.run import Running
 from gateway.seat import Seat
 from gateway.workers import State
 from load_tests.engine import Engine, EngineOptions
+from tests.conftest import Require
 from tests.gateway.collector import Collector, collecting
+from tests.gateway.redis_server import RedisServer
 from tests.gateway.scripted import Scripted
 from tests.gateway.talk import until
 
@@ -116,3 +120,13 @@ async def collector() -> AsyncIterator[Collector]:
     """Takes traces."""
     async with collecting() as there:
         yield there
+
+
+@pytest.fixture
+def redis(require: Require) -> Iterator[RedisServer]:
+    require("redis", shutil.which("redis-server") is not None, "apt-get install redis-server")
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(folder)
+        server.start()
+        yield server
+        server.kill()

@@ -5,14 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import stat
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import pytest
@@ -21,8 +16,8 @@ from gateway.config import Config
 from gateway.config_reader import ConfigError, Secret
 from gateway.run import Running
 from gateway.stores import STALE_LINES, FileStore, Kept, RedisStore
-from tests.conftest import Require
 from tests.gateway.conftest import Begin, StartEngine
+from tests.gateway.redis_server import RedisServer
 from tests.gateway.talk import chat, once, request, until
 
 Change = Callable[[Config], None]
@@ -49,51 +44,6 @@ def kept_in(path: Path) -> Change:
         config.sessions.state = str(path)
 
     return change
-
-
-class RedisServer:
-    """A real one, on a free port, that can be killed and started again."""
-
-    def __init__(self, folder: str) -> None:
-        with closing(socket()) as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
-        self.folder = folder
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self) -> None:
-        told = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder]
-        self.process = subprocess.Popen(told, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(10)
-            self.process = None
-
-    async def up(self) -> None:
-        for _ in range(400):
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                writer.close()
-                return
-            except OSError:
-                await asyncio.sleep(0.01)
-        raise AssertionError("redis did not start")
-
-
-@pytest.fixture
-def redis(require: Require) -> Iterator[RedisServer]:
-    require("redis", shutil.which("redis-server") is not None, "apt-get install redis-server")
-    with tempfile.TemporaryDirectory() as folder:
-        server = RedisServer(folder)
-        server.start()
-        yield server
-        server.kill()
 
 
 def in_redis(server: RedisServer) -> Change:
