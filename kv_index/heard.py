@@ -1,16 +1,18 @@
 """What other gateways sent to targets, as far as they say.
 
-Saying every page of every prompt would fill a bus: 30,000 tokens are 470 pages of text, and 3.7 KB. So a prompt is named at
-some of its lengths only, by a *mark*: a digest of all that stands before. A mark is said once, by whoever sent that much of a
-prompt first, with the target that has it; what a session adds in a turn is one or two of them. A mark is known for what stands
-before it too, so a prompt is looked up from its end backwards for as much as a turn may add, where a session that went on
-elsewhere is found, and then from its start on, where starts are found that many share.
+Saying every page of every prompt would fill a bus, and keep those busy who listen: 30,000 tokens are 470 pages of text, and
+3.7 KB. So a prompt is named at some of its lengths only, by a *mark*: a digest of all that stands before. There are two in each
+doubling of length, and one at its end. A mark is said by whoever sent that much of a prompt to a target that did not have it;
+what a session adds in a turn is one or two. Who has what a mark stands for has what stands before it too, so a prompt is looked
+up from its end backwards for as much as a turn may add, where a session that went on elsewhere is found, and then from its
+start on, where starts are found that many share.
 
 What was heard is believed until the target has been sent as many pages since, by anybody, as its cache holds: it is the oldest
 then, and gone. The same count tells which part of a cache is ours: of the rest `RadixIndex` knows nothing, and it must not
 believe that all of the cache holds what was sent from here.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, islice
@@ -20,9 +22,11 @@ from xxhash import xxh3_64_intdigest
 from kv_index.pages import SYMBOL
 
 TEXT_STEP, IDS_STEP = 8, 32
-"""Pages between two marks: about 512 tokens."""
+"""Pages of which the lengths with a mark are multiples: about 512 tokens."""
 BACK = 8
-"""Marks from a prompt's end backwards that are tried."""
+"""Lengths from a prompt's end backwards that are tried."""
+GRID = (1, 2, *sorted([2**power for power in range(2, 24)] + [3 * 2**power for power in range(1, 23)]))
+"""Lengths with a mark, in such steps: 1, 2, 4, 6, 8, 12, 16, 24, ..."""
 HOLDERS = 8
 """Targets that are known for one mark, those that were said last."""
 
@@ -45,10 +49,13 @@ def mark(symbols: bytes, pages: int, seed: int, chained: bool) -> int:
 
 
 def marks(symbols: bytes, above: int, seed: int, chained: bool) -> list[int]:
-    """Marks of a prompt whose first ``above`` pages were said, and the last of those, which is in use."""
+    """Marks of a prompt whose first ``above`` pages were said."""
     step = IDS_STEP if chained else TEXT_STEP
-    first, last = max(1, above // step), len(symbols) // SYMBOL // step
-    return [mark(symbols, at * step, seed, chained) for at in range(first, last + 1)]
+    known, last = above // step, len(symbols) // SYMBOL // step
+    if known >= last:
+        return []
+    lengths = [at for at in GRID[bisect_right(GRID, known) : bisect_right(GRID, last)] if at != last]
+    return [mark(symbols, at * step, seed, chained) for at in (*lengths, last)]
 
 
 class Heard:
@@ -81,18 +88,13 @@ class Heard:
         sent = self._sent[target] = self._sent.get(target, 0) + pages
         if pages:
             self._theirs[target] = self._theirs.get(target, 0.0) + pages
+        young, old = self._young, self._old
+        alone: Holders = ((target, sent),)
         for each in said:
-            self._put(each, target, sent)
-        if len(self._young) > self.most:
-            self._old, self._young = self._young, {}
-
-    def _put(self, said: int, target: int, sent: int) -> None:
-        before = self._young.get(said) or self._old.get(said)
-        if before is None:
-            self._young[said] = ((target, sent),)
-        else:
-            others = [each for each in before if each[0] != target]
-            self._young[said] = ((target, sent), *others[: HOLDERS - 1])
+            before = young.get(each) or old.get(each)
+            young[each] = alone if before is None else _first(target, sent, before)
+        if len(young) > self.most:
+            self._old, self._young = young, {}
 
     def sends(self, target: int, pages: int, heard: int) -> None:
         """A prompt is sent to ``target`` from here, of which the index had not ``pages`` there; of those ``heard`` were heard
@@ -138,7 +140,7 @@ class Heard:
                 break
         if home is not None and (known or home in found):
             return found
-        for at in range(1, last + 1):
+        for at in GRID[: bisect_right(GRID, last)]:
             holding = self._holding(mark(symbols, at * step, seed, chained))
             if not holding:
                 break
@@ -172,3 +174,8 @@ class Heard:
         for said in islice(chain(reversed(self._young), reversed(self._old)), most):
             if holding := self._holding(said):
                 yield said, holding
+
+
+def _first(target: int, sent: int, before: Holders) -> Holders:
+    others = [each for each in before if each[0] != target]
+    return ((target, sent), *others[: HOLDERS - 1])

@@ -244,4 +244,4 @@ async def test_one_that_hears_nobody_says_so_and_agrees_with_the_others_all_the_
         same += len(homes) == 1
     assert same >= 19
     text = await admin(alone[0], "/metrics")
-    assert "warmroute_replicas_deaf 1.0" in text
+    assert 'warmroute_replicas_deaf{process="0"} 1.0' in text

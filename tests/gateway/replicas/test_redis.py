@@ -221,7 +221,7 @@ async def test_watched_by_sentinels_with_users(gateway: Begin, engine: StartEngi
     )
     sentinel = RedisServer(redis.folder)
     told_it = f"port {sentinel.port}\nbind 127.0.0.1\nsentinel monitor main 127.0.0.1 {redis.port} 1\n"
-    Path(redis.folder, "sentinel.conf").write_text(told_it)
+    await asyncio.to_thread(Path(redis.folder, "sentinel.conf").write_text, told_it)
     process = await asyncio.create_subprocess_exec(
         "redis-server", f"{redis.folder}/sentinel.conf", "--sentinel", stdout=asyncio.subprocess.DEVNULL
     )
