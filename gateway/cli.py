@@ -257,7 +257,7 @@ def _serve(options: argparse.Namespace) -> int:
     from gateway.run import serve
 
     config, source = _config(options)
-    if not config.workers:
+    if not config.workers and not config.discovery:
         logging.getLogger("warmroute").warning(
             "no workers: name some with --worker URL, in the file, or POST them to /workers on the admin port"
         )

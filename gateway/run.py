@@ -20,6 +20,7 @@ from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Problem
 from gateway.descriptors import Descriptors
+from gateway.discovered import Discovered
 from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
@@ -30,6 +31,7 @@ from gateway.http.server import Inbound
 from gateway.inserts import SALTED
 from gateway.jwks import KeySet
 from gateway.keeping import Keeper
+from gateway.leases import Leases
 from gateway.lifecycle import Lifecycle
 from gateway.making import (
     make_doctor,
@@ -182,7 +184,9 @@ class Running:
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
-        self.metrics.gauges += self.reloading.gauges()
+        self.discovered = Discovered(self)
+        self.leases = Leases(self)
+        self.metrics.gauges += self.reloading.gauges() + self.discovered.gauges()
         if self.key_set is not None:
             self.key_set.changed = lambda: self.gateway.tenants.forget()
             self.metrics.gauges += self.key_set.gauges()
@@ -229,6 +233,7 @@ class Running:
             self.keeper.start()
         await self.probe.start()
         self.reloading.start()
+        self.discovered.start()
         if self.key_set is not None:
             self.key_set.start()
         self.lifecycle.start()
@@ -241,6 +246,7 @@ class Running:
         gateway = self.gateway
         gateway.ending = True
         await self.reloading.stop()
+        await self.discovered.stop()
         if self.key_set is not None:
             await self.key_set.stop()
         config = self.config
@@ -402,6 +408,8 @@ class Running:
                 self.gateway.sweep()
                 self.moving.sweep(now)
                 self.reloading.listed.sweep(now)
+                self.discovered.sweep(now)
+                self.leases.sweep(now)
                 self.admin.sweep()
                 self._foresee(now)
                 self._part()
