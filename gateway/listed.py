@@ -42,7 +42,7 @@ class Listed:
         if self.leaving.pop(worker.id, None) is not None:
             self.running.resume_worker(worker)
             worker.reason = "listed again"
-        if worker.spec != spec:
+        if worker.spec is not spec and worker.spec != spec:
             worker.respec(spec)
             self.running.probe.doubt(worker)
             self.running.fleet.changed()

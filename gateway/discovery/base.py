@@ -12,7 +12,7 @@ terminates, or is not ready) drains too, and serves again when the source says s
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -57,11 +57,11 @@ class Found:
     """Whether it is to get anything new."""
     identity: str | None = None
     """Who is at that address, if the source tells: another one has nothing of what its forerunner held."""
+    id: str = field(init=False, compare=False, default="")
+    """What the worker is called."""
 
-    @property
-    def id(self) -> str:
-        """What the worker is called."""
-        return id_of(self.spec.url)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", id_of(self.spec.url))
 
 
 class Contact:

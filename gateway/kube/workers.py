@@ -9,7 +9,8 @@ no worker can be made any more, because somebody wrote nonsense on it, stays the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from gateway.config import WorkerConfig
 from gateway.config_check import check_worker
 from gateway.discovery.base import Contact, Found, Lost, Template
 from gateway.kube.objects import EndpointConditions, EndpointSlice, Meta, Pod
+from gateway.workers import WorkerSpec
 
 PREFIX = "warmroute.io/"
 KEYS = ("engine", "role", "models", "pool", "protocol")
@@ -28,6 +30,18 @@ HIGHEST = 65535
 Key = tuple[str, str]
 
 
+@dataclass(slots=True)
+class Made:
+    """What was made of one version of an object; ``wrong``: why no more could be."""
+
+    version: tuple[str, ...]
+    found: list[Found]
+    wrong: str | None = None
+
+
+NOTHING = Made((), [])
+
+
 class Maker:
     """Makes workers at ``ports``, by number or name (``None``: the only one that there is, or the one called ``http``), and
     remembers what it made of each object."""
@@ -37,47 +51,54 @@ class Maker:
         self.ports = ports
         self.scheme = scheme
         self.contact = contact
-        self._made: dict[Key, list[Found]] = {}
+        self._made: dict[Key, Made] = {}
 
     def of_pods(self, pods: Iterable[Pod]) -> list[Found]:
         """A worker for each port of each."""
-        made: dict[Key, list[Found]] = {}
-        wrong: str | None = None
+        made: dict[Key, Made] = {}
         for pod in pods:
-            key = pod.metadata.namespace, pod.metadata.uid
+            key, version = (pod.metadata.namespace, pod.metadata.uid), (pod.metadata.resource_version,)
+            known = self._made.get(key, NOTHING)
+            if known.version == version:
+                made[key] = known
+                continue
             try:
                 told = [of_pod(pod, self.template, port, self.scheme) for port in self.ports]
-                made[key] = [found for found in told if found is not None]
+                made[key] = Made(version, [found for found in told if found is not None])
             except ValueError as error:
-                wrong = str(error)
-                made[key] = [replace(found, serving=ready(pod)) for found in self._made.get(key, ())]
-        return self._told(made, wrong)
+                stays = [replace(found, serving=ready(pod)) for found in known.found]
+                made[key] = Made(version, stays, str(error))
+        return self._told(made)
 
     def of_slices(self, slices: Iterable[EndpointSlice]) -> list[Found]:
         """A worker for each endpoint, Service by Service."""
-        made: dict[Key, list[Found]] = {}
-        wrong: str | None = None
+        made: dict[Key, Made] = {}
         services: dict[Key, list[EndpointSlice]] = {}
         for each in slices:
             name = (each.metadata.labels or {}).get(SERVICE, each.metadata.name)
             services.setdefault((each.metadata.namespace, name), []).append(each)
         for key, some in services.items():
+            version = tuple(f"{each.metadata.name} {each.metadata.resource_version}" for each in some)
+            known = self._made.get(key, NOTHING)
+            if known.version == version:
+                made[key] = known
+                continue
             try:
-                made[key] = of_slices(some, self.template, self.ports[0], self.scheme)
+                made[key] = Made(version, of_slices(some, self.template, self.ports[0], self.scheme))
             except ValueError as error:
-                wrong = str(error)
                 there = {host for each in some for one in each.endpoints or () for host in one.addresses or ()}
-                known = self._made.get(key, ())
-                made[key] = [found for found in known if urlsplit(found.spec.url).hostname in there]
-        return self._told(made, wrong)
+                stays = [found for found in known.found if urlsplit(found.spec.url).hostname in there]
+                made[key] = Made(version, stays, str(error))
+        return self._told(made)
 
-    def _told(self, made: dict[Key, list[Found]], wrong: str | None) -> list[Found]:
+    def _told(self, made: dict[Key, Made]) -> list[Found]:
         self._made = made
-        if wrong is None:
-            self.contact.well("objects")
+        wrong = [each.wrong for each in made.values() if each.wrong is not None]
+        if wrong:
+            self.contact.lost(Lost("unclear", wrong[-1]), "objects")
         else:
-            self.contact.lost(Lost("unclear", wrong), "objects")
-        return [found for some in made.values() for found in some]
+            self.contact.well("objects")
+        return [found for each in made.values() for found in each.found]
 
 
 class Unclear(ValueError):
@@ -158,12 +179,26 @@ def _port(name: str, told: int | str | None, ports: Mapping[str, int | None]) ->
     return number
 
 
-def _spec(name: str, template: Template, scheme: str, host: str, port: int, said: dict[str, str]) -> Any:
+def _spec(name: str, template: Template, scheme: str, host: str, port: int, said: dict[str, str]) -> WorkerSpec:
+    """Raises `Unclear`."""
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    options: dict[str, Any] = dict(said)
-    if "models" in options:
-        options["models"] = [model.strip() for model in said["models"].split(",") if model.strip()]
-    problems = check_worker(WorkerConfig(url, **options), name)
-    if problems:
-        raise Unclear("; ".join(f"{problem.key}: {problem.message}" for problem in problems))
-    return template.spec(url, **options)
+    wrong = _wrong(tuple(said.items()))
+    if wrong:
+        raise Unclear("; ".join(name + each for each in wrong))
+    try:
+        return template.spec(url, **_options(said))
+    except ValueError as error:
+        raise Unclear(f"{name}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _wrong(said: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """What is wrong with what workers say of themselves: most say the same."""
+    worker = WorkerConfig("http://found", **_options(dict(said)))
+    return tuple(f"{problem.key}: {problem.message}" for problem in check_worker(worker, ""))
+
+
+def _options(said: dict[str, str]) -> dict[str, Any]:
+    models = said.get("models")
+    told = {} if models is None else {"models": [each.strip() for each in models.split(",") if each.strip()]}
+    return {**said, **told}
