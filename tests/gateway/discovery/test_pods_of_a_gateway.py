@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +166,29 @@ async def test_an_api_server_that_is_away_empties_nothing(
     await server.start()
     await until(lambda: running.discovered.following[0].up)
     assert states(running) == {one.url: State.READY}
+
+
+async def test_a_source_that_cannot_be_asked_at_first_is_asked_again(
+    gateway: Begin, engine: StartEngine, server: ApiServer, tmp_path: Path
+) -> None:
+    """The gateway starts, and serves what it has, before its kubeconfig is there."""
+    fixed, found = await engine(), await engine()
+    runs(server, "found", found)
+    path = tmp_path / "kubeconfig"
+    running = await gateway(fixed, change=of(server, api=None, kubeconfig=str(path)))
+    await until(lambda: running.discovered.following[0].contact.troubles)
+    assert set(await ask(running)) == {name(fixed)}
+    text = await admin(running, "/metrics")
+    assert 'warmroute_discovery_errors_total{reason="access",source="kubernetes"}' in text
+    assert "warmroute_discovery_list_age_seconds{" not in text
+    told = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c"}}],
+        "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+    }
+    path.write_text(json.dumps(told))
+    await ready(running, fixed, found)
+    assert running.discovered.following[0].up
 
 
 async def test_another_pod_at_the_same_address_has_nothing_of_what_its_forerunner_held(
