@@ -40,7 +40,7 @@ def bill(lock: str, project: dict[str, Any]) -> dict[str, Any]:
     purls = {each["name"].lower().replace("_", "-"): each["bom-ref"] for each in components}
     own = f"pkg:pypi/{project['name']}@{project['version']}"
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["tokens"], *extras["jwt"], *extras["tracing"]]
+    wanted = [*project["dependencies"], *extras["tokens"], *extras["jwt"], *extras["tracing"], *extras["dns"]]
     direct = sorted(
         purls[re.split(r"[^A-Za-z0-9._-]", name, maxsplit=1)[0].lower().replace("_", "-")] for name in wanted
     )

@@ -21,6 +21,7 @@ from gateway.door import Door
 from gateway.engines import all_engines
 from gateway.engines.audit import lacks
 from gateway.errors import BadRequest, NotFound
+from gateway.leases import LONGEST, SHORTEST
 from gateway.ledger import rows
 from gateway.live import Live
 from gateway.openapi import DOCUMENT
@@ -30,9 +31,10 @@ from gateway.prefixes import Prefixes
 from gateway.reload import NoFile
 from gateway.routing import draw_of
 from gateway.sessions import Session
-from gateway.together import ADDED, Together
-from gateway.workers import State, Worker, WorkerSpec
+from gateway.together import ADDED as ADDED_PATH, Together
+from gateway.workers import ADDED, State, Worker, WorkerSpec
 from kv_index.groups import Tier
+from policies.base import Role
 
 if TYPE_CHECKING:
     from gateway.run import Running
@@ -64,7 +66,7 @@ class AdminSite:
         middlewares, inside = [self.access.timed, self.access.guard], [self.access.timed, self.access.inside]
         if self.together is not None:
             own = self._application(inside)
-            own.router.add_get(ADDED, self.together.tell_added)
+            own.router.add_get(ADDED_PATH, self.together.tell_added)
             await self._listen(own, "inside", str(self.together.path), 0)
             middlewares.append(self.together.gathered)
         self.port = await self._listen(self._application(middlewares), "admin", config.admin.host, config.admin.port)
@@ -119,6 +121,7 @@ class AdminSite:
         route.add_patch("/workers/{id}", self.change_worker)
         route.add_delete("/workers/{id}", self.remove_worker)
         route.add_post("/workers/{id}/drain", self.drain_worker)
+        route.add_post("/workers/{id}/heartbeat", self.heartbeat)
         route.add_get("/sessions", self.sessions)
         route.add_get("/sessions/{id}", self.session)
         route.add_delete("/sessions/{id}", self.remove_session)
@@ -163,9 +166,10 @@ class AdminSite:
         return in_json(self._worker(self._find(request)))
 
     async def add_worker(self, request: web.Request) -> web.Response:
-        """Add a worker: ``{"url", "engine"?, "models"?, "api_key"?, "kv_tokens"?}``; it joins when it answers."""
+        """Add a worker: ``{"url", "engine"?, "role"?, "models"?, "pool"?, "api_key"?, "kv_tokens"?, "lease"?}``; it joins when
+        it answers. With a lease it is known for so many seconds, unless it is heard of again."""
         body = await read_object(request)
-        allowed = {"url", "engine", "models", "api_key", "kv_tokens"}
+        allowed = {"url", "engine", "role", "models", "pool", "api_key", "kv_tokens", "lease"}
         for name in body:
             if name not in allowed:
                 raise BadRequest(f"unknown key {name!r}; known: {', '.join(sorted(allowed))}", param=name)
@@ -175,6 +179,14 @@ class AdminSite:
         engine = body.get("engine")
         if engine is not None and (not isinstance(engine, str) or engine not in all_engines()):
             raise BadRequest(f"engine must be one of {', '.join(all_engines())}", param="engine")
+        role, pool = body.get("role"), body.get("pool")
+        if role is not None and role not in tuple(Role):
+            raise BadRequest(f"role must be one of {', '.join(Role)}", param="role")
+        if pool is not None and not isinstance(pool, str):
+            raise BadRequest("pool must be a string", param="pool")
+        lease = body.get("lease")
+        if lease is not None and (type(lease) not in (int, float) or not SHORTEST <= lease <= LONGEST):
+            raise BadRequest(f"lease must be a number of seconds from {SHORTEST} to {LONGEST}", param="lease")
         models = body.get("models")
         if models is not None and not (isinstance(models, list) and all(isinstance(name, str) for name in models)):
             raise BadRequest("models must be a list of names", param="models")
@@ -186,14 +198,28 @@ class AdminSite:
             raise BadRequest("api_key must be a string", param="api_key")
         try:
             spec = WorkerSpec(
-                url=url, engine=engine, models=models, api_key=None if key is None else Secret(key), kv_tokens=tokens
+                url=url,
+                engine=engine,
+                role=role,
+                models=models,
+                api_key=None if key is None else Secret(key),
+                kv_tokens=tokens,
+                pool=pool,
             )
         except ValueError as error:
             raise BadRequest(str(error), param="url") from None
         before = len(self.running.fleet.workers)
-        worker = self.running.add_worker(spec)
+        worker = self.running.add_worker(spec) if lease is None else self.running.leases.grant(spec, float(lease))
         created = len(self.running.fleet.workers) > before
+        if created and lease is None:
+            worker.origin = ADDED
         return in_json(self._worker(worker), 201 if created else 200)
+
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        """It lives: its lease begins anew."""
+        worker = self._find(request)
+        self.running.leases.beat(worker)
+        return in_json(self._worker(worker))
 
     async def change_worker(self, request: web.Request) -> web.Response:
         """``{"state": "ready" | "draining"}``."""
@@ -237,6 +263,8 @@ class AdminSite:
             "url": worker.url,
             "state": worker.state.value,
             "reason": worker.reason,
+            "source": worker.origin,
+            "lease": self.running.leases.told(worker),
             "engine": facts.engine,
             "version": facts.version,
             "role": worker.role,

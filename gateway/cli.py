@@ -272,7 +272,7 @@ def _serve(options: argparse.Namespace) -> int:
         logging.getLogger().handlers[0].setFormatter(
             logging.Formatter(f"%(asctime)s [{place.number}] %(levelname)s %(message)s", "%H:%M:%S")
         )
-    if not config.workers and (place is None or not place.number):
+    if not config.workers and not config.discovery and (place is None or not place.number):
         logging.getLogger("warmroute").warning(
             "no workers: name some with --worker URL, in the file, or POST them to /workers on the admin port"
         )

@@ -7,12 +7,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
-from gateway.config_check import check
-from gateway.config_reader import Bytes, ConfigError, Count, Problem, Reader, Seconds, Secret, is_null, masked
+from gateway.config_check import check, check_worker
+from gateway.config_reader import (
+    REST,
+    SEVERAL,
+    Bytes,
+    ConfigError,
+    Count,
+    Problem,
+    Reader,
+    Seconds,
+    Secret,
+    is_null,
+    masked,
+)
 from gateway.workers import EventSource, WorkerSpec, address
 from policies.base import Policy, load as load_policy
 
@@ -203,6 +215,27 @@ class WorkerConfig:
         if events.endpoint is not None or events.poll:
             source = EventSource(events.endpoint or "", events.replay, events.topic, events.bind, events.poll)
         return WorkerSpec(**told, events=source, listens=events.enabled)
+
+
+@dataclass(slots=True)
+class WorkerTemplate(WorkerConfig):
+    """What is said of all workers that one source finds; ``url`` is what it finds."""
+
+    url: str = ""
+
+
+@dataclass(slots=True)
+class DiscoveryConfig:
+    """One source of workers, beside those of ``workers``."""
+
+    source: str
+    """file, dns, kubernetes, inference_pool."""
+    name: str | None = None
+    """What it is called in metrics and in ``GET /workers``; if not given: as its kind."""
+    worker: WorkerTemplate = field(default_factory=WorkerTemplate)
+    """What is said of all its workers, where it does not say otherwise of one."""
+    options: dict[str, Any] = field(default_factory=dict, metadata=REST)
+    """Of its kind: written beside these keys."""
 
 
 @dataclass(slots=True)
@@ -497,6 +530,8 @@ class Config:
     """Named sets of options: ``{name: policy, option: value, ...}``."""
     models: dict[str, ModelConfig] = field(default_factory=dict)
     workers: list[WorkerConfig] = field(default_factory=list)
+    discovery: Annotated[list[DiscoveryConfig], SEVERAL] = field(default_factory=list)
+    """Where further workers are found: one source, or a list of them."""
     tenants: list[TenantConfig] = field(default_factory=list)
     auth: Auth = field(default_factory=Auth)
     anonymous: bool = False
@@ -571,6 +606,28 @@ def read(path: str, environment: Mapping[str, str] | None = None) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(None, "", f"{path} cannot be read: {error}")]) from None
     return parse(text, environment, path)
+
+
+def parse_workers(text: str, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What a list of workers says of each: keys of `WorkerConfig` and their values, ``url`` always. Raises `ConfigError`."""
+    reader = Reader(os.environ if environment is None else environment)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ConfigError([Problem(mark and mark.line + 1, "", "neither YAML nor JSON, or not all of it")]) from None
+    if not isinstance(node, yaml.SequenceNode):
+        raise ConfigError([Problem(None, "", "a list of workers is needed here: [{url: ...}], or [] for none")])
+    told: list[dict[str, Any]] = []
+    for number, each in enumerate(node.value):
+        worker = reader.build(WorkerConfig, each, f"[{number}]")
+        if worker is not None:
+            problems = check_worker(worker, f"[{number}]")
+            reader.problems += [problem._replace(line=each.start_mark.line + 1) for problem in problems]
+            told.append({str(key.value): getattr(worker, str(key.value)) for key, _ in each.value})
+    if reader.problems:
+        raise ConfigError(masked(reader.problems, reader.filled))
+    return told
 
 
 def variable(name: str) -> str:

@@ -15,10 +15,12 @@ from gateway.config_reader import Problem
 from gateway.config_tenants import check_secret, check_tenants, is_loopback
 from gateway.dialects.fields import NAMING
 from gateway.disagg import all_protocols
+from gateway.discovery import load as load_source
+from gateway.discovery.base import BadOption as BadSourceOption, Template
 from gateway.engines import all_engines
 from gateway.prompt import Thinking
 from gateway.replicas.redis_url import place_of
-from gateway.workers import WorkerSpec, address
+from gateway.workers import GIVEN, WorkerSpec, address
 from kv_index.checkpoints import Rule
 from policies.base import BadOption, Role, UnknownPolicy, names as policy_names
 
@@ -58,6 +60,7 @@ def check(config: Config, lines: Mapping[str, int] | None = None) -> list[Proble
 
     _check_policies(config, wrong)
     _check_workers(config, wrong)
+    _check_discovery(config, wrong)
     check_tenants(config, wrong)
     _check_admission(config, wrong)
     _check_numbers(config, wrong)
@@ -348,11 +351,6 @@ def _check_numbers(config: Config, wrong: Any) -> None:
                 continue
             if isinstance(value, int | float) and value <= 0:
                 wrong(f"{section}.{each.name}", "must be more than 0")
-    for number, worker in enumerate(config.workers):
-        for option in ("kv_tokens", "max_running"):
-            value = getattr(worker, option)
-            if value is not None and value <= 0:
-                wrong(f"workers[{number}].{option}", "must be more than 0")
 
 
 def _check_workers(config: Config, wrong: Any) -> None:
@@ -360,19 +358,55 @@ def _check_workers(config: Config, wrong: Any) -> None:
     seen: set[str] = set()
     for number, worker in enumerate(config.workers):
         key = f"workers[{number}]"
-        try:
-            WorkerSpec(worker.url)
-        except ValueError as error:
-            wrong(f"{key}.url", str(error))
         where = worker.url.rstrip("/")
         if where in seen:
             wrong(f"{key}.url", "this worker is listed twice")
         seen.add(where)
-        check_secret(f"{key}.api_key", worker.api_key, wrong)
-        if worker.engine is not None and worker.engine not in all_engines():
-            wrong(f"{key}.engine", f"{worker.engine!r} is not one of {', '.join(all_engines())}")
-        _check_events(f"{key}.events", worker.events, wrong)
-        _check_pairing(key, worker, wrong)
+        for problem in check_worker(worker, key):
+            wrong(problem.key, problem.message)
+
+
+def check_worker(worker: WorkerConfig, key: str, found: bool = False) -> list[Problem]:
+    """What is wrong with one worker; ``found``: it is what is said of all that a source finds, which have their own urls."""
+    problems: list[Problem] = []
+
+    def wrong(at: str, message: str) -> None:
+        problems.append(Problem(None, at, message))
+
+    try:
+        WorkerSpec("http://found" if found else worker.url)
+    except ValueError as error:
+        wrong(f"{key}.url", str(error))
+    if found and worker.url:
+        wrong(f"{key}.url", "is what the source finds: take it out")
+    check_secret(f"{key}.api_key", worker.api_key, wrong)
+    if worker.engine is not None and worker.engine not in all_engines():
+        wrong(f"{key}.engine", f"{worker.engine!r} is not one of {', '.join(all_engines())}")
+    for option in ("kv_tokens", "max_running"):
+        value = getattr(worker, option)
+        if value is not None and value <= 0:
+            wrong(f"{key}.{option}", "must be more than 0")
+    _check_events(f"{key}.events", worker.events, wrong)
+    _check_pairing(key, worker, wrong)
+    return problems
+
+
+def _check_discovery(config: Config, wrong: Any) -> None:
+    known: set[str] = set()
+    for number, told in enumerate(config.discovery):
+        key = f"discovery[{number}]"
+        name = told.name or told.source
+        if not _NAME.fullmatch(name):
+            wrong(f"{key}.name", "has letters, digits, - and _ only, at most 64")
+        if name in known or name in GIVEN:
+            wrong(f"{key}.name", f"{name!r} is the name of other workers: give this source another one")
+        known.add(name)
+        for problem in check_worker(told.worker, f"{key}.worker", found=True):
+            wrong(problem.key, problem.message)
+        try:
+            load_source(told.source, told.options, Template(told.worker))
+        except BadSourceOption as error:
+            wrong(f"{key}.{error.option or 'source'}", str(error))
 
 
 def _check_pairing(key: str, worker: WorkerConfig, wrong: Any) -> None:

@@ -23,11 +23,11 @@ NAMED = {"tenants": "name", "workers": "url"}
 LIVE: frozenset[Path] = frozenset(
     tuple(key.split("."))
     for key in (
-        "admin.token admission anonymous auth disaggregation.keep disaggregation.lease disaggregation.protocol doctor.examples "
-        "doctor.memory doctor.rate doctor.share drain drain_limit index.max_bytes listen.body_timeout listen.comment_after "
-        "listen.head_timeout listen.idle listen.max_body listen.max_connections models passthrough policies policy "
-        "pressure probes retries sessions.cookie "
-        "sessions.fields sessions.headers sessions.idle sessions.labels sessions.max sessions.token "
+        "admin.token admission anonymous auth disaggregation.keep disaggregation.lease disaggregation.protocol discovery "
+        "doctor.examples doctor.memory doctor.rate doctor.share drain drain_limit index.max_bytes listen.body_timeout "
+        "listen.comment_after listen.head_timeout listen.idle listen.max_body listen.max_connections models passthrough "
+        "policies policy pressure probes retries sessions.cookie sessions.fields sessions.headers sessions.idle "
+        "sessions.labels sessions.max sessions.token "
         "tenants timeouts warming workers"
     ).split()
 )

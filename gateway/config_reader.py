@@ -19,6 +19,10 @@ Bytes = Annotated[int, "size"]
 """Written ``64k``, ``64M``, ``1G``, or a number."""
 Count = Annotated[int, "count"]
 """Written ``200k``, ``2M``, or a number."""
+SEVERAL = "several"
+"""Annotates a list: where it has one member, that may be written without the list."""
+REST = {"rest": True}
+"""Metadata of a dataclass's field that takes the keys which it does not name."""
 
 
 class Secret(str):
@@ -92,19 +96,22 @@ class Reader:
             self.wrong(node, path, "a mapping of keys to values is needed here")
             return None
         hints = get_type_hints(kind, include_extras=True)
-        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-        values: dict[str, Any] = {}
+        rest = [each.name for each in fields(kind) if each.metadata == REST]  # type: ignore[arg-type]
+        known = [each.name for each in fields(kind) if each.name not in rest]  # type: ignore[arg-type]
+        values: dict[str, Any] = {name: {} for name in rest}
         before = len(self.problems)
         for key_node, value_node in node.value:
             key = str(key_node.value)
             at = f"{path}.{key}" if path else key
             self.lines[at] = key_node.start_mark.line + 1
-            if key not in known:
+            if (key in values and key not in rest) or any(key in values[name] for name in rest):
+                self.wrong(key_node, at, "this key appears twice")
+            elif key not in known and rest:
+                values[rest[0]][key] = self.plain(value_node, at)
+            elif key not in known:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(known)}"
                 self.wrong(key_node, at, f"unknown key{hint}")
-            elif key in values:
-                self.wrong(key_node, at, "this key appears twice")
             else:
                 values[key] = self.value(hints[key], value_node, at)
         for each in fields(kind):  # type: ignore[arg-type]
@@ -122,7 +129,12 @@ class Reader:
                 return None
             return self.value(options[0], node, path)
         if get_origin(hint) is Annotated:
-            return self.measure(get_args(hint)[1], node, path)
+            inner, unit = get_args(hint)
+            if unit != SEVERAL:
+                return self.measure(unit, node, path)
+            if isinstance(node, yaml.MappingNode):
+                node = yaml.SequenceNode(node.tag, [node], node.start_mark, node.end_mark)
+            return self.value(inner, node, path)
         if isinstance(hint, type) and is_dataclass(hint):
             return self.build(hint, node, path)
         if get_origin(hint) is list:
@@ -183,11 +195,10 @@ class Reader:
     def measure(self, unit: str, node: yaml.Node, path: str) -> float | int | None:
         text = self.expand(node, path)
         if unit == "duration":
-            match = _DURATION.match(text)
-            if match is None:
+            found = duration(text)
+            if found is None:
                 self.wrong(node, path, f"{text!r} is not a duration: write 500ms, 30s, 5m or 1h")
-                return None
-            return float(match[1]) * _UNITS[match[2]]
+            return found
         match = _SIZE.match(text)
         if match is None:
             what = "size: write 64k, 64M or 1G" if unit == "size" else "count: write 5000, 200k or 2M"
@@ -213,6 +224,12 @@ class Reader:
         except ValueError:
             self.wrong(node, path, f"{text!r} is not {'a whole number' if kind is int else 'a number'}")
             return None
+
+
+def duration(text: str) -> float | None:
+    """Seconds; ``None`` for what is no duration."""
+    match = _DURATION.match(text)
+    return None if match is None else float(match[1]) * _UNITS[match[2]]
 
 
 def is_null(node: yaml.Node) -> bool:

@@ -16,7 +16,7 @@ from gateway.errors import Refused, WorkerFault
 from gateway.http.limits import Outward
 from gateway.http.outbox import Outbox
 from gateway.slots import Slots
-from gateway.workers import Charge, Facts, Load, ServedModel, State, Target, Worker, WorkerSpec
+from gateway.workers import ADDED, CONFIGURED, Charge, Facts, Load, ServedModel, State, Target, Worker, WorkerSpec
 from policies.base import Fleet as View, Rates, Role, Target as Seen
 from policies.calibrate import Calibration
 from policies.cost import EXPECTED_OUTPUT
@@ -414,15 +414,29 @@ class Fleet:
         return False
 
     def connection_failed(self, worker: Worker, fault: WorkerFault) -> None:
-        """Traffic is a probe too: a worker that refuses connections is down before the next probe says so."""
+        """Traffic is a probe too: a worker that refuses connections is down before the next probe says so.
+
+        Once is enough, since probes bring back who was out by mistake. One whose address an operator gave, and that nobody
+        stands in for, is tried more often: it is about to be restarted at most, while at an address that was found there may
+        be somebody else by now.
+        """
         if not isinstance(fault, Refused):
             return
         worker.failures += 1
-        if worker.failures >= FALL and worker.state is State.READY:
+        most = FALL if worker.origin in (CONFIGURED, ADDED) and not self._stood_in_for(worker) else 1
+        if worker.failures >= most and worker.state is State.READY:
             worker.silenced = False
             self.set_state(worker, State.DOWN, "connections refused")
         elif worker.failures == FALL and worker.state is State.DRAINING:
             self.went_down(worker)
+
+    def _stood_in_for(self, worker: Worker) -> bool:
+        """Whether another one that is ready does what it does."""
+        served = {model.name for model in worker.facts.models}
+        return any(
+            each is not worker and each.role is worker.role and served == {model.name for model in each.facts.models}
+            for each in self.ready()
+        )
 
     def pause(self, target: Target, until: float, firm: bool = True) -> None:
         """The worker asked to be left alone until then; ``firm``: even if nobody else is left."""

@@ -155,6 +155,7 @@ class Metrics:
             (self.recorded, ()),
             (self.recording_dropped, ()),
             (self.request_log_dropped, ()),
+            (self.leases_expired, ()),
             (self.config_reloads, ("applied", "unchanged", "failed")),
             (self.auth_failures, ("missing", "unknown", "token", "limited", "admin")),
             (self.pressure_skipped, ("doctor", "request")),
@@ -180,6 +181,14 @@ class Metrics:
         self.refused = Counter("warmroute_refused_requests", "Requests refused before routing, by status.", ("status",))
         self.config_reloads = Counter(
             "warmroute_config_reloads", "Reloads of the configuration: applied, unchanged, failed.", ("outcome",)
+        )
+        self.discovery_errors = Counter(
+            "warmroute_discovery_errors",
+            "Times that a source of workers could not be asked, or what it said could not be used; its last list holds then.",
+            ("source", "reason"),
+        )
+        self.leases_expired = Counter(
+            "warmroute_leases_expired", "Workers that registered themselves and were not heard of within their lease."
         )
         self.jwks_reads = Counter(
             "warmroute_jwks_reads", "Times that the keys of tokens' issuer were read, or could not be.", ("outcome",)

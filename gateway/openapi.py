@@ -7,6 +7,7 @@ what they do not know.
 
 from typing import Any
 
+from gateway.leases import LONGEST, SHORTEST
 from gateway.live import MOST_EVENTS
 from gateway.page import KINDS
 
@@ -154,6 +155,8 @@ SCHEMAS: dict[str, Schema] = {
         url=TEXT,
         state={"enum": ["joining", "ready", "draining", "down"]},
         reason=TEXT,
+        source=TEXT,
+        lease=maybe(objects(seconds=NUMBER, left=NUMBER)),
         engine=TEXT,
         version=maybe(TEXT),
         role={"enum": ["unified", "prefill", "decode"]},
@@ -303,9 +306,15 @@ SCHEMAS: dict[str, Schema] = {
         "properties": {
             "url": {"type": "string", "pattern": "^https?://[A-Za-z0-9.-]+:[0-9]{1,4}$"},
             "engine": {"enum": ["vllm", "sglang", "tensorrt_llm", "llamacpp", "generic", None]},
+            "role": {"enum": ["unified", "prefill", "decode", None]},
             "models": maybe(many(TEXT)),
+            "pool": maybe(TEXT),
             "api_key": maybe({"type": "string", "pattern": "^[!-~]{1,200}$"}),
             "kv_tokens": maybe({"type": "integer", "minimum": 1}),
+            "lease": {
+                **maybe({"type": "number", "minimum": SHORTEST, "maximum": LONGEST}),
+                "description": "Seconds within which it is heard of again, or is forgotten; null: no matter.",
+            },
         },
     },
 }
@@ -368,7 +377,7 @@ PATHS: dict[str, Schema] = {
             "All workers: what they are, lack and do.", _json("All of them.", objects(workers=many(ref("Worker"))))
         ),
         "post": operation(
-            "Add a worker; it joins when it answers.",
+            "Add a worker; it joins when it answers. The same again is no other worker, and begins its lease anew.",
             _json("It was there.", ref("Worker")),
             408,
             requestBody=body(ref("NewWorker")),
@@ -391,6 +400,10 @@ PATHS: dict[str, Schema] = {
             _json("It is gone.", objects(removed=TEXT, running=WHOLE)),
             404,
         ),
+    },
+    "/workers/{id}/heartbeat": {
+        "parameters": WORKER,
+        "post": operation("It lives: its lease begins anew.", _json("As it is now.", ref("Worker")), 404),
     },
     "/workers/{id}/drain": {
         "parameters": WORKER,

@@ -283,6 +283,7 @@ class Reloading:
         before = {id_of(worker.url) for worker in running.config.workers}
         running.reconfigure(plan.config, plan.tenants, plan.options)
         self.listed.follow(before, plan.specs)
+        running.discovered.reconfigure()
         self.generation += 1
         self.at = time()
         running.metrics.config_reloads.add(("applied",))

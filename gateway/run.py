@@ -22,6 +22,7 @@ from gateway.asks import Options
 from gateway.config import Config
 from gateway.config_reader import ConfigError, Problem
 from gateway.descriptors import Descriptors
+from gateway.discovered import Discovered
 from gateway.engines import Answer
 from gateway.engines.audit import lines as audit_lines
 from gateway.errors import NoWorker
@@ -32,6 +33,7 @@ from gateway.http.server import Inbound
 from gateway.inserts import SALTED
 from gateway.jwks import KeySet
 from gateway.keeping import Keeper
+from gateway.leases import Leases
 from gateway.lifecycle import Lifecycle
 from gateway.making import (
     make_common,
@@ -63,7 +65,7 @@ from gateway.subscribe import Subscriptions
 from gateway.tenants import Tenants
 from gateway.tls import context, digest
 from gateway.together import Added
-from gateway.workers import State, Worker, WorkerSpec, id_of
+from gateway.workers import ADDED, LEASED, State, Worker, WorkerSpec, id_of
 from kv_index.blocks import BlockIndex
 from kv_index.index import PrefixIndex, Rung
 from kv_index.radix import RadixIndex
@@ -200,7 +202,9 @@ class Running:
         self.fleet.went_down = self.gateway.worker_down
         self.gateway.pairs.doubt = self.probe.doubt
         self.admin = AdminSite(self)
-        self.metrics.gauges += self.reloading.gauges()
+        self.discovered = Discovered(self)
+        self.leases = Leases(self)
+        self.metrics.gauges += self.reloading.gauges() + self.discovered.gauges()
         if self.key_set is not None:
             self.key_set.changed = lambda: self.gateway.tenants.forget()
             self.metrics.gauges += self.key_set.gauges()
@@ -240,6 +244,7 @@ class Running:
             await self.replicas.start()
         await self.probe.start()
         self.reloading.start()
+        self.discovered.start()
         if self.key_set is not None:
             self.key_set.start()
         self.lifecycle.start()
@@ -272,7 +277,7 @@ class Running:
         replicas = self.replicas
         with suppress(TimeoutError):
             async with asyncio.timeout(KNOWS):
-                while self.config.workers and self.gateway.fleet.view(None) is None:
+                while (self.fleet.workers or self.config.discovery) and self.fleet.view(None) is None:
                     await asyncio.sleep(TICK / 10)
                 while replicas is not None and replicas.newcomer:
                     await asyncio.sleep(TICK / 10)
@@ -282,6 +287,7 @@ class Running:
         gateway = self.gateway
         gateway.ending = True
         await self.reloading.stop()
+        await self.discovered.stop()
         if self.key_set is not None:
             await self.key_set.stop()
         config = self.config
@@ -464,6 +470,8 @@ class Running:
                 self.gateway.sweep()
                 self.moving.sweep(now)
                 self.reloading.listed.sweep(now)
+                self.discovered.sweep(now)
+                self.leases.sweep(now)
                 self.admin.sweep()
                 self._foresee(now)
                 self._part()
@@ -526,15 +534,22 @@ class Running:
         listed = {id_of(each.url) for each in self.config.workers}
         workers = self.fleet.workers
         return Added(
-            [worker.spec for id_, worker in workers.items() if id_ not in listed],
+            [
+                (worker.spec, self.leases.seconds(worker))
+                for worker in workers.values()
+                if worker.origin in (ADDED, LEASED)
+            ],
             [id_ for id_ in listed if id_ not in workers],
             [id_ for id_, worker in workers.items() if worker.state is State.DRAINING],
         )
 
     def follow(self, added: Added) -> None:
         """Have the fleet as another process has it."""
-        for spec in added.workers:
-            self.add_worker(spec)
+        for spec, lease in added.workers:
+            if lease is None:
+                self.add_worker(spec)
+            else:
+                self.leases.grant(spec, lease)
         for id_ in added.removed:
             if (worker := self.fleet.workers.get(id_)) is not None:
                 self.remove_worker(worker)

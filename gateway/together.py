@@ -58,7 +58,8 @@ class Answer(NamedTuple):
 class Added(msgspec.Struct):
     """What operators changed of the fleet that is configured."""
 
-    workers: list[WorkerSpec] = []
+    workers: list[tuple[WorkerSpec, float | None]] = []
+    """With the seconds of their leases."""
     removed: list[str] = []
     """Ids of workers that are configured, and were taken out."""
     draining: list[str] = []

@@ -30,6 +30,9 @@ from policies.returns import Gaps, Inflow
 UNTOLD = 20
 """Answers whose usage leaves cached tokens out, after which the engine is said not to report them."""
 
+CONFIGURED, ADDED, LEASED = GIVEN = ("config", "admin", "lease")
+"""Where workers come from that no source found: the configuration, the admin port, and there with a lease."""
+
 _BLANK = re.compile(r"[\x00-\x20\x7f]")
 
 
@@ -309,6 +312,10 @@ class Worker:
         self.facts = Facts(engine=spec.engine or "generic")
         self.targets: list[Target] = []
         self.pool = Pool(self.host, self.port, tls=self.tls, limits=limits, outbox=outbox)
+        self.origin = CONFIGURED
+        """Who said that it is there: one of `GIVEN`, or the name of a source."""
+        self.identity: str | None = None
+        """Who is at its address, if its source tells."""
         self.lingers = False
         """It drains, and sessions at home there go on there until they are moved."""
         self.failures = 0

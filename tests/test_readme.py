@@ -13,7 +13,8 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_the_configuration_by_example_is_accepted():
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    text, sources = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert [each.source for each in parse(sources).discovery] == ["kubernetes", "inference_pool", "dns", "file"]
     config = parse(
         text, {"ENGINE_KEY": "a", "RESEARCH_KEY": "b", "BATCH_KEY": "c", "ISOLATION_KEY": "d", "TOKEN_KEY": "e"}
     )
@@ -35,7 +36,8 @@ def test_every_metric_and_file_that_is_named_exists():
     metrics = [metric for metric in vars(written).values() if hasattr(metric, "name")]
     known = {metric.name if isinstance(metric, Histogram) else f"{metric.name}_total" for metric in metrics}
     gauges = "".join(
-        (Path(__file__).parent.parent / f"gateway/{name}.py").read_text() for name in ("gauges", "jwks", "reload")
+        (Path(__file__).parent.parent / f"gateway/{name}.py").read_text()
+        for name in ("discovered", "gauges", "jwks", "reload")
     )
     for name in re.findall(r"`(warmroute_\w+)`", README):
         assert name in known or f'"{name}"' in gauges, name

@@ -21,6 +21,7 @@ import yaml
 
 from gateway.config import (
     Config,
+    DiscoveryConfig,
     LimitsConfig,
     ModelConfig,
     Recording,
@@ -94,6 +95,11 @@ async def start_fleet(stack: AsyncExitStack, folder: Path) -> Fleet:
     config.listen.host, config.listen.port, config.admin.port = "127.0.0.1", 0, 0
     config.workers = [WorkerConfig(engine.url) for engine in engines]
     config.probes.load = 0.3
+    (folder / "none.json").write_text("[]")
+    config.discovery = [
+        DiscoveryConfig("file", options={"path": str(folder / "none.json")}),
+        DiscoveryConfig("file", "missing", options={"path": str(folder / "missing.json")}),
+    ]
     config.recording = Recording(str(folder / "recording.jsonl"))
     config.anonymous = True
     config.tenants = [

@@ -15,6 +15,8 @@ from tokenizers.models import WordLevel
 
 from gateway.cli import main
 from gateway.config import Config, parse
+from gateway.discovery.inference_pool import OLDER, V1
+from gateway.discovery.kubernetes import SLICES
 from gateway.templates import Template
 from gateway.tokens import Tokenizer as TokenFile
 from load_tests.engine.__main__ import options_from, parser as engine_parser
@@ -75,6 +77,27 @@ def test_manifests_fit_together() -> None:
     assert config.drain + config.drain_limit < pod["terminationGracePeriodSeconds"]
 
 
+def test_what_discovery_may_do_is_what_it_does() -> None:
+    found = documents()
+    role, binding = found["Role"], found["RoleBinding"]
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
+    assert [each["name"] for each in binding["subjects"]] == [found["ServiceAccount"]["metadata"]["name"]]
+    allowed = {
+        (f"{group}/{resource}".lstrip("/"), verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    collections = [("v1", "pods"), (SLICES, "endpointslices"), (V1, "inferencepools"), (OLDER, "inferencepools")]
+    asked = {
+        (f"{'' if group == 'v1' else group.split('/')[0]}/{resource}".lstrip("/"), verb)
+        for group, resource in collections
+        for verb in ("list", "watch")
+    }
+    assert allowed == asked
+
+
 def test_the_compose_file_names_what_exists() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     services = compose["services"]
@@ -123,7 +146,7 @@ def test_examples_load(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert main(["check", str(file)]) == 0
     config = parse(file.read_text())
     assert isinstance(config, Config)
-    assert config.workers
+    assert config.workers or config.discovery
     config.make_policy(config.policy)
     for tenant in config.tenants:
         if tenant.policy is not None:

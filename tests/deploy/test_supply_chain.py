@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = [each for extra in ("tokens", "jwt", "tracing") for each in PROJECT["optional-dependencies"][extra]]
+EXTRAS = [each for extra in ("tokens", "jwt", "tracing", "dns") for each in PROJECT["optional-dependencies"][extra]]
 """What the image has beyond what everybody has."""
 
 

@@ -306,7 +306,8 @@ async def test_readiness_needs_every_configured_model(gateway: Begin, engine: St
         ({"url": "http://a:1", "kv_tokens": 1.5}, "kv_tokens"),
         ({"url": "http://a:1", "api_key": 3}, "api_key"),
         ({"url": "http://a:1", "api_key": "a\nb: c"}, "api_key"),
-        ({"url": "http://a:1", "role": "decode"}, "role"),
+        ({"url": "http://a:1", "role": "both"}, "role"),
+        ({"url": "http://a:1", "ranks": 2}, "ranks"),
         ({"url": "http://a:1", "URL": "x"}, "URL"),
     ],
 )

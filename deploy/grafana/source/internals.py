@@ -191,6 +191,25 @@ GATEWAY = Dashboard(
                     [(rate("warmroute_config_reloads", "", "outcome"), "{{outcome}}")],
                 ),
                 Panel(
+                    "Sources of workers",
+                    "Workers that each source lists, and how long ago its list was last known to be what there is. A source that "
+                    "fails leaves the workers that it listed last.",
+                    [
+                        ("max by (source) (warmroute_discovery_workers)", "listed by {{source}}"),
+                        ("max by (source) (warmroute_discovery_list_age_seconds)", "seconds old {{source}}"),
+                        ("1 - min by (source) (warmroute_discovery_up)", "fails {{source}}"),
+                    ],
+                ),
+                Panel(
+                    "Failures of sources",
+                    "Times a second that a source of workers could not be asked, or said what cannot be used, by reason; and workers "
+                    "that registered themselves and were not heard of within their lease.",
+                    [
+                        (rate("warmroute_discovery_errors", "", "source, reason"), "{{source}} {{reason}}"),
+                        (rate("warmroute_leases_expired"), "leases that ran out"),
+                    ],
+                ),
+                Panel(
                     "Recording and engines' sessions",
                     "Requests written to the recording, those dropped for want of time, and ends of sessions that engines were to be "
                     "told of, a second.",
