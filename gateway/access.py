@@ -30,7 +30,7 @@ LARGE, SMALL = 64 * 1024 * 1024, 1024 * 1024
 UPLOAD = 60.0
 """Seconds that a body may take."""
 DOOR = web.AppKey("door", Door)
-BODY = "body"
+BODY = web.RequestKey("body", bytes)
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -144,7 +144,7 @@ def _local(host: str) -> bool:
 async def read(request: web.Request, most: int) -> bytes:
     """The body, of at most so many bytes, however often it is asked for. Raises what `Access.guard` answers."""
     if BODY in request:
-        return bytes(request[BODY])
+        return request[BODY]
     found = bytearray()
     try:
         async with asyncio.timeout(UPLOAD):

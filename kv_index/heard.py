@@ -3,9 +3,9 @@
 Saying every page of every prompt would fill a bus, and keep those busy who listen: 30,000 tokens are 470 pages of text, and
 3.7 KB. So a prompt is named at some of its lengths only, by a *mark*: a digest of all that stands before. There are two in each
 doubling of length, and one at its end. A mark is said by whoever sent that much of a prompt to a target that did not have it;
-what a session adds in a turn is one or two. Who has what a mark stands for has what stands before it too, so a prompt is looked
-up from its end backwards for as much as a turn may add, where a session that went on elsewhere is found, and then from its
-start on, where starts are found that many share.
+what a session adds in a turn is one or two. Who has what a mark stands for has what stands before it too. So a prompt is looked
+up from its start on, as far as its marks were said, and behind the last of these from the next one backwards, where a prompt
+may have ended that this one goes on from.
 
 What was heard is believed until the target has been sent as many pages since, by anybody, as its cache holds: it is the oldest
 then, and gone. The same count tells which part of a cache is ours: of the rest `RadixIndex` knows nothing, and it must not
@@ -24,7 +24,7 @@ from kv_index.pages import SYMBOL
 TEXT_STEP, IDS_STEP = 8, 32
 """Pages of which the lengths with a mark are multiples: about 512 tokens."""
 BACK = 8
-"""Lengths from a prompt's end backwards that are tried."""
+"""Lengths that are tried between two marks."""
 GRID = (1, 2, *sorted([2**power for power in range(2, 24)] + [3 * 2**power for power in range(1, 23)]))
 """Lengths with a mark, in such steps: 1, 2, 4, 6, 8, 12, 16, 24, ..."""
 HOLDERS = 8
@@ -126,31 +126,38 @@ class Heard:
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def match(self, symbols: bytes, seed: int, chained: bool, known: int, home: int | None) -> dict[int, int]:
-        """target -> leading pages of a prompt that it was sent by others; ``known``: pages that ``home`` has anyway. Where
-        that is the most, others are not looked for."""
+        """target -> leading pages of a prompt that it was sent by others; ``known``: pages that ``home`` has anyway, below
+        which nobody is looked for."""
         if not self._young and not self._old:
             return {}
         step = IDS_STEP if chained else TEXT_STEP
         last = len(symbols) // SYMBOL // step
         found: dict[int, int] = {}
-        for at in range(last, max(last - BACK, known // step), -1):
-            for target in self._holding(mark(symbols, at * step, seed, chained)):
-                found[target] = at * step
-            if found:
-                break
-        if home is not None and (known or home in found):
-            return found
-        for at in GRID[: bisect_right(GRID, last)]:
+        # Where the home has a part anyway, others are of less interest than how it goes on there.
+        deepest = known // step if home is not None else 0
+        place = bisect_right(GRID, deepest)
+        while (at := GRID[place]) <= last:
             holding = self._holding(mark(symbols, at * step, seed, chained))
-            if not holding:
+            if holding is None:
                 break
+            deepest = at
             for target in holding:
-                found[target] = max(found.get(target, 0), at * step)
+                found[target] = at * step
+            place += 1
+        # Whoever sent more said that of the next length too, but for where its prompt ended.
+        end = min(last, GRID[place] - 1)
+        for at in range(end, max(deepest, end - BACK), -1):
+            holding = self._holding(mark(symbols, at * step, seed, chained))
+            if holding:
+                for target in holding:
+                    found[target] = at * step
+                break
         return found
 
-    def _holding(self, said: int) -> list[int]:
+    def _holding(self, said: int) -> list[int] | None:
+        """Targets that have it still; ``None``: it was never said."""
         told = self._young.get(said) or self._old.get(said)
-        return [] if told is None else [target for target, sent in told if self._lasts(target, sent)]
+        return None if told is None else [target for target, sent in told if self._lasts(target, sent)]
 
     def _lasts(self, target: int, sent: int) -> bool:
         now = self._sent.get(target)

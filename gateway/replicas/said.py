@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from struct import Struct
+from struct import pack
 from time import time
+from typing import NamedTuple
 
 from gateway.asks import Ask
 from gateway.fleet import Fleet
@@ -46,6 +47,19 @@ class Names:
         return tuple(self._at)
 
 
+class _Sent(NamedTuple):
+    """A prompt that was sent; lengths are pages."""
+
+    target: Target
+    symbols: bytes
+    held: int
+    """That the target had."""
+    own: int
+    """Of those, what is not known by hearsay only."""
+    namespace: bytes
+    chained: bool
+
+
 class Said:
     """See the module's head; ``wake`` is called when there is something to say."""
 
@@ -64,7 +78,7 @@ class Said:
         self.dropped = 0
         self._homes: dict[bytes, Session] = {}
         self._ended: deque[bytes] = deque(maxlen=MOST)
-        self._placed: deque[tuple[str, int, bytes]] = deque(maxlen=MOST)
+        self._sent: deque[_Sent] = deque(maxlen=MOST)
         self._pinned: deque[Pinned] = deque(maxlen=MOST)
         self._told: set[str] = set()
         """Tenants of which it was said that some of their requests run."""
@@ -95,34 +109,26 @@ class Said:
         self.wake()
 
     def sent(self, ask: Ask, target: Target) -> None:
-        """Its prompt is being sent to a target that keeps it."""
-        symbols, at = ask.pages.symbols, target.id
-        full, held = len(symbols) // SYMBOL, ask.depth.get(at, 0)
-        own = ask.own.get(at, held)
-        self.heard.sends(at, max(0, full - own), max(0, held - own))
-        trust = self.index.trust.get(at)
-        if trust is not None and trust.exact and trust.whole:
-            # Its events tell the others more than this could.
-            return
-        said = marks(symbols, held, seed_of(ask.namespace), ask.ids is not None)
-        if said:
-            self.heard.says(at, said)
-            if len(self._placed) == MOST:
-                self.dropped += 1
-            self._placed.append((target.name, max(0, full - held), Struct(f"<{len(said)}Q").pack(*said)))
-            self.wake()
+        """Its prompt is being sent to a target that keeps it. What there is to say of it is made later, of many at a time: what
+        is in the processor's caches then costs half."""
+        held = ask.depth.get(target.id, 0)
+        own = ask.own.get(target.id, held) if ask.own else held
+        if len(self._sent) == MOST:
+            self.dropped += 1
+        self._sent.append(_Sent(target, ask.pages.symbols, held, own, ask.namespace, ask.ids is not None))
+        self.wake()
 
     @property
     def waiting(self) -> int:
         """Words."""
-        return len(self._homes) + len(self._ended) + len(self._placed) + len(self._pinned)
+        return len(self._homes) + len(self._ended) + len(self._sent) + len(self._pinned)
 
     # -- saying it --------------------------------------------------------------------------------------------------
 
     @property
     def waits(self) -> bool:
         """Whether there is something to say."""
-        return bool(self._homes or self._placed or self._ended or self._pinned or self.fleet.touched)
+        return bool(self._homes or self._sent or self._ended or self._pinned or self.fleet.touched)
 
     def homes(self) -> list[Told]:
         """Of sessions that moved, or ended."""
@@ -168,8 +174,22 @@ class Said:
 
     def placed(self, names: Names) -> list[Placed]:
         """What was sent where."""
-        some = [self._placed.popleft() for _ in range(min(BATCH, len(self._placed)))]
-        return [Placed(names.of(name), pages, told) for name, pages, told in some]
+        told = []
+        for _ in range(min(BATCH, len(self._sent))):
+            target, symbols, held, own, namespace, chained = self._sent.popleft()
+            if target.id not in self.fleet.targets:
+                continue
+            full = len(symbols) // SYMBOL
+            self.heard.sends(target.id, max(0, full - own), max(0, held - own))
+            trust = self.index.trust.get(target.id)
+            if trust is not None and trust.exact and trust.whole:
+                # Its events tell the others more than this could.
+                continue
+            said = marks(symbols, held, seed_of(namespace), chained)
+            if said:
+                self.heard.says(target.id, said)
+                told.append(Placed(names.of(target.name), max(0, full - held), pack(f"<{len(said)}Q", *said)))
+        return told
 
     def pins(self) -> list[Pinned]:
         """What workers have."""
