@@ -146,6 +146,7 @@ class Metrics:
             ("Prefill and decode", self._pairs),
             ("KV events and the index", self._events),
             ("Queue, limits, pressure", self._queue),
+            ("Other gateways", self._others),
         ):
             before = set(vars(self))
             define()
@@ -162,6 +163,10 @@ class Metrics:
             (self.session_closes, ("told", "lost")),
             (self.migrations, ("asked", "drained")),
             (self.refused, ("500", "503")),
+            (self.replicas_batches, ("said", "heard", "lost", "unread")),
+            (self.replicas_bytes, ("said", "heard")),
+            (self.replicas_conflicts, ()),
+            (self.replicas_left, ()),
         ):
             for value in values or [None]:
                 counter.cell(() if value is None else (value,))
@@ -416,6 +421,20 @@ class Metrics:
             "Requests of models with a tokenizer that were routed by text all the same, by why.",
             ("model", "reason"),
         )
+
+    def _others(self) -> None:
+        self.replicas_batches = Counter(
+            "warmroute_replicas_batches",
+            "Batches of words between gateways: said, heard, lost (then all is asked for again), unread (not understood).",
+            ("what",),
+        )
+        self.replicas_bytes = Counter(
+            "warmroute_replicas_bytes", "Bytes of them: said, once to all, and heard, from each.", ("what",)
+        )
+        self.replicas_conflicts = Counter(
+            "warmroute_replicas_conflicts", "Sessions to which two gateways gave different homes: the first one holds."
+        )
+        self.replicas_left = Counter("warmroute_replicas_left", "Other gateways that left, or fell silent.")
 
     def _queue(self) -> None:
         self.queue_seconds = Histogram(

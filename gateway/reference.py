@@ -5,10 +5,12 @@ import asyncio
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from gateway.config import JWT, Auth, Config
 from gateway.process import of_process
 from gateway.run import Running
+from gateway.seat import Seat
 from gateway.series import Counter, Gauge, Histogram
 
 BEGIN, END = "<!-- metrics: written by `python -m gateway.reference` -->", "<!-- end of metrics -->"
@@ -18,7 +20,10 @@ NOW = "Read at the scrape"
 async def reference() -> str:
     """Tables of every metric that a gateway can tell."""
     jwt = JWT(issuer="https://issuer.example", audience=["warmroute"], jwks="https://issuer.example/keys")
-    metrics = Running(Config(auth=Auth(jwt=jwt))).metrics
+    with TemporaryDirectory() as folder:
+        # One of several tells most.
+        seat = Seat(0, 1, folder, "", "", {}, -1, -1)
+        metrics = Running(Config(auth=Auth(jwt=jwt)), seat=seat).metrics
     parts = [_table(about, group) for about, group in metrics.groups.items()]
     parts.append(_table(NOW, metrics.gauges))
     names = sorted(

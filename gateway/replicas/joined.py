@@ -27,6 +27,7 @@ def make_replicas(running: Running, config: Config, seat: Seat | None) -> Replic
         gateway.index,
         gateway.meters,
         gateway.routing.pins,
+        gateway.metrics,
         busy=lambda: bool(gateway.exchanges),
         host=b"" if seat is None else bytes.fromhex(seat.host),
         alone=seat is None or seat.processes == 1,
@@ -59,7 +60,7 @@ def make_replicas(running: Running, config: Config, seat: Seat | None) -> Replic
 
 def gauges(replicas: Replicas) -> list[Gauge]:
     """For the metrics."""
-    said, taken = replicas.said, replicas.taken
+    said = replicas.said
     return [
         Gauge(
             "warmroute_replicas",
@@ -72,32 +73,9 @@ def gauges(replicas: Replicas) -> list[Gauge]:
             lambda: [((), float(replicas.deaf is not None))],
         ),
         Gauge(
-            "warmroute_replicas_batches",
-            "Batches of words between gateways since the start: said, heard, lost (asked for again), unread (not understood).",
-            lambda: [
-                (("said",), float(replicas.batches_said)),
-                (("heard",), float(replicas.batches_heard)),
-                (("lost",), float(replicas.lost)),
-                (("unread",), float(replicas.unread)),
-            ],
-            ("what",),
-        ),
-        Gauge(
-            "warmroute_replicas_bytes",
-            "Bytes of them since the start: said, to each, and heard, from all.",
-            lambda: [(("said",), float(replicas.bytes_said)), (("heard",), float(replicas.bytes_heard))],
-            ("what",),
-        ),
-        Gauge(
-            "warmroute_replicas_conflicts",
-            "Sessions to which two gateways gave different homes, since the start: the first one holds.",
-            lambda: [((), float(taken.conflicts))],
-        ),
-        Gauge(
             "warmroute_replicas_unsaid",
-            "Words that wait to be said, and those that were dropped since the start because too many did.",
-            lambda: [(("waiting",), float(said.waiting)), (("dropped",), float(said.dropped))],
-            ("what",),
+            "Words that wait to be said.",
+            lambda: [((), float(said.waiting))],
         ),
         Gauge(
             "warmroute_replicas_known",

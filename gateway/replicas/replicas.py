@@ -20,6 +20,7 @@ import msgspec
 
 from gateway.fleet import Fleet
 from gateway.meters import Meters
+from gateway.metrics import Metrics
 from gateway.pins import Pins
 from gateway.replicas.elsewhere import Elsewhere
 from gateway.replicas.said import BATCH, Names, Said
@@ -99,6 +100,7 @@ class Replicas:
         index: PrefixIndex,
         meters: Meters,
         pins: Pins,
+        metrics: Metrics,
         *,
         busy: Callable[[], bool],
         host: bytes,
@@ -118,13 +120,15 @@ class Replicas:
         self.said = Said(fleet, index, self.heard, meters, self.wake)
         self.said.idle = sessions.idle
         self.elsewhere = Elsewhere(max(1000, sessions.most // 2))
-        self.taken = Taken(fleet, sessions, self.heard, meters, pins, self.said, self.elsewhere)
+        self.taken = Taken(
+            fleet, sessions, self.heard, meters, pins, self.said, self.elsewhere, metrics.replicas_conflicts
+        )
         self.buses: list[Bus] = []
         self.peers: dict[bytes, Peer] = {}
         self.deaf: str | None = None
         """Why others are not heard; ``None``: they are, or there need not be any."""
-        self.batches_said = self.batches_heard = self.bytes_said = self.bytes_heard = self.lost = self.unread = 0
-        self.left = self.caught_up = 0
+        self._batches, self._bytes = metrics.replicas_batches, metrics.replicas_bytes
+        self._left = metrics.replicas_left
         self._number = 0
         self._asks = b""
         self._began = fleet.clock()
@@ -204,8 +208,8 @@ class Replicas:
 
     def _say(self, batch: Batch, to: bytes | None = None) -> None:
         data = encode(batch)
-        self.batches_said += 1
-        self.bytes_said += len(data)
+        self._batches.add(("said",))
+        self._bytes.add(("said",), len(data))
         peer = None if to is None else self.peers.get(to)
         near = peer is not None and peer.host == self.host and bool(self.host)
         for bus in self.buses[:1] if near else self.buses:
@@ -230,31 +234,30 @@ class Replicas:
         try:
             batch = decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            self.unread += 1
+            self._batches.add(("unread",))
             return
         if batch.who == self.who:
             return
         if batch.version != VERSION:
-            self.unread += 1
+            self._batches.add(("unread",))
             return
         now = self.fleet.clock()
         if batch.number and not self._counts(batch, now):
             return
-        self.batches_heard += 1
-        self.bytes_heard += len(data)
+        self._batches.add(("heard",))
+        self._bytes.add(("heard",), len(data))
         try:
             self.taken.take(batch)
             if batch.number:
                 self._flying(self.peers[batch.who], batch)
         except Exception:
             # Of another's making: it must not end what brings the next ones.
-            self.unread += 1
+            self._batches.add(("unread",))
             log.exception("what another gateway said cannot be taken")
         if batch.asks == self.who:
             self._answer(batch.who, now)
         if not batch.number and batch.last:
             self._asks, self._caught_up = b"", True
-            self.caught_up += 1
         elif batch.last:
             self._gone(self.peers[batch.who])
 
@@ -267,7 +270,7 @@ class Replicas:
         elif batch.number <= peer.number:
             return False
         elif batch.number > peer.number + 1:
-            self.lost += batch.number - peer.number - 1
+            self._batches.add(("lost",), batch.number - peer.number - 1)
             peer.missed = True
         peer.number, peer.at = batch.number, now
         return True
@@ -317,7 +320,7 @@ class Replicas:
     def _gone(self, peer: Peer) -> None:
         if self.peers.pop(peer.who, None) is None:
             return
-        self.left += 1
+        self._left.add()
         for id_ in peer.flight:
             target = self.fleet.targets.get(id_)
             if target is not None:

@@ -75,7 +75,6 @@ class Said:
         """Seconds after which sessions are forgotten."""
         self.hearing = False
         """What happens now was said by another."""
-        self.dropped = 0
         self._homes: dict[bytes, Session] = {}
         self._ended: deque[bytes] = deque(maxlen=MOST)
         self._sent: deque[_Sent] = deque(maxlen=MOST)
@@ -113,8 +112,6 @@ class Said:
         is in the processor's caches then costs half."""
         held = ask.depth.get(target.id, 0)
         own = ask.own.get(target.id, held) if ask.own else held
-        if len(self._sent) == MOST:
-            self.dropped += 1
         self._sent.append(_Sent(target, ask.pages.symbols, held, own, ask.namespace, ask.ids is not None))
         self.wake()
 

@@ -12,6 +12,7 @@ from gateway.pins import Pins
 from gateway.replicas.elsewhere import Elsewhere
 from gateway.replicas.said import Said
 from gateway.replicas.words import Batch, Home, Told, home_of
+from gateway.series import Counter
 from gateway.sessions import Session, Sessions
 from gateway.workers import Target
 from kv_index.heard import Heard
@@ -29,6 +30,7 @@ class Taken:
         pins: Pins,
         said: Said,
         elsewhere: Elsewhere,
+        conflicts: Counter,
     ) -> None:
         self.fleet = fleet
         self.sessions = sessions
@@ -37,7 +39,7 @@ class Taken:
         self.pins = pins
         self.said = said
         self.elsewhere = elsewhere
-        self.conflicts = 0
+        self._conflicts = conflicts
         """Homes that two gave to one session, of which one had to yield."""
         self._targets: dict[str, Target] = {}
 
@@ -115,7 +117,7 @@ class Taken:
             and target.id != session.home
             and session.moves == home.moves
         ):
-            self.conflicts += 1
+            self._conflicts.add()
         if target is None:
             self.sessions.unbind(session)
         else:

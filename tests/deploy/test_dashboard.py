@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import time
 from typing import Any
 
@@ -32,6 +33,7 @@ from gateway.config import (
 )
 from gateway.reference import reference
 from gateway.run import Running
+from gateway.seat import Seat
 from load_tests.client import Client, Results
 from load_tests.demo import MODEL, Fleet
 from load_tests.engine import Engine, EngineOptions
@@ -107,7 +109,9 @@ async def start_fleet(stack: AsyncExitStack, folder: Path) -> Fleet:
         TenantConfig("narrow", [Secret("narrow-key")], limits=LimitsConfig(concurrency=1)),
         TenantConfig("tried", [Secret("tried-key")], shadow=ShadowConfig("least_load", share=1.0)),
     ]
-    running = Running(config)
+    # One of several tells most; its socket's name has to be short.
+    seat = Seat(0, 1, stack.enter_context(TemporaryDirectory(dir="/tmp")), "aa" * 8, "secret", {}, -1, -1)
+    running = Running(config, seat=seat)
     await running.start()
     stack.push_async_callback(running.stop)
     index = running.gateway.index

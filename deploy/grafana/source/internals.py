@@ -210,6 +210,28 @@ GATEWAY = Dashboard(
                     ],
                 ),
                 Panel(
+                    "Other gateways",
+                    "Processes on the same host and gateways on others that are heard; those that cannot hear any although they "
+                    "should; words that wait to be said, and sessions and marks of prompts that are known of others.",
+                    [
+                        ("min(warmroute_replicas)", "heard by the one that hears fewest"),
+                        ("sum(warmroute_replicas_deaf)", "hear nobody"),
+                        ("sum(warmroute_replicas_unsaid)", "words that wait"),
+                        ("max by (what) (warmroute_replicas_known)", "known {{what}}"),
+                        (rate("warmroute_replicas_left"), "left a second"),
+                    ],
+                ),
+                Panel(
+                    "Words between gateways",
+                    "Batches and bytes a second that gateways say and hear; lost ones are asked for again; conflicts are sessions "
+                    "to which two gave different homes.",
+                    [
+                        (rate("warmroute_replicas_batches", "", "what"), "batches {{what}}"),
+                        (rate("warmroute_replicas_bytes", "", "what"), "bytes {{what}}"),
+                        (rate("warmroute_replicas_conflicts"), "conflicts"),
+                    ],
+                ),
+                Panel(
                     "Recording and engines' sessions",
                     "Requests written to the recording, those dropped for want of time, and ends of sessions that engines were to be "
                     "told of, a second.",

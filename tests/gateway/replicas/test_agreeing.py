@@ -43,11 +43,6 @@ def hears(running: Running) -> int:
     return len(running.replicas.peers)
 
 
-def heard(running: Running) -> int:
-    assert running.replicas is not None
-    return running.replicas.batches_heard
-
-
 async def told(*gateways: Running) -> None:
     """All that they have to say was said and heard."""
     for each in gateways:
@@ -83,7 +78,7 @@ async def test_a_session_goes_on_at_the_other_gateway_where_it_is_at_home(
         third = await once(one.port, turn(session, 2, f"X-Session-Id: s{session}"))
         assert third.one("x-warmroute-worker") == first.one("x-warmroute-worker")
     assert two.replicas is not None
-    assert two.replicas.taken.conflicts == 0
+    assert two.metrics.replicas_conflicts.values[()] == [0.0]
 
 
 async def test_a_session_known_by_what_it_said_goes_on_at_the_other(several: Several, engine: StartEngine) -> None:
@@ -140,7 +135,7 @@ async def test_who_leaves_counts_no_more_and_who_comes_is_told(
     three = await gateway(*engines, policy="cache_aware", seat=seats(tmp_path, 2)[1])
     assert three.replicas is not None
     replicas = three.replicas
-    await until(lambda: replicas.caught_up > 0, 10)
+    await until(lambda: replicas._caught_up, 10)
     for session, home in homes.items():
         answer = await once(three.port, turn(session, 1, f"X-Session-Id: s{session}"))
         assert answer.one("x-warmroute-worker") == home
