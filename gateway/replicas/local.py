@@ -38,9 +38,7 @@ class Local:
         self.folder = Path(folder)
         self.who = who
         self._heard = heard
-        self._context = zmq.Context(io_threads=1)
-        self._says = self._context.socket(zmq.PUB)
-        self._hears = self._context.socket(zmq.SUB)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._own = self.folder / f"{os.getpid()}-{who.hex()}{END}"
         self._peers: set[Path] = set()
         self._task: asyncio.Task[None] | None = None
@@ -48,6 +46,10 @@ class Local:
 
     async def start(self) -> None:
         """Be there."""
+        # One that is never started has no thread that would have to be ended.
+        self._context = zmq.Context(io_threads=1)
+        self._says = self._context.socket(zmq.PUB)
+        self._hears = self._context.socket(zmq.SUB)
         for socket in (self._says, self._hears):
             socket.setsockopt(zmq.LINGER, 200)
             socket.setsockopt(zmq.SNDHWM, WAITING)
@@ -66,6 +68,9 @@ class Local:
 
     async def stop(self) -> None:
         """Be there no more. What was said is still sent, for a moment."""
+        context, self._context = self._context, None
+        if context is None:
+            return
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -75,7 +80,7 @@ class Local:
         self._says.close()
         with suppress(OSError):
             self._own.unlink()
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(context.term)
 
     def say(self, data: bytes, to: bytes | None, batch: Batch) -> None:
         """To one, or to all. Who does not read misses it."""
