@@ -34,8 +34,10 @@ NET = "10.213.7"
 BRIDGE = "wrbr0"
 ENGINES = 8
 KV_TOKENS = 800_000
-THINK = (0.3, 1.2)
+THINK = (1.0, 4.0)
 """Seconds between two turns of a session."""
+BEGIN = 30.0
+"""Seconds within which sessions begin."""
 WORDS = 500
 """That a turn adds."""
 PATIENCE = 60.0
@@ -152,7 +154,7 @@ class Balancer:
     async def session(self, number: int, turns: int, random: Random) -> None:
         """All turns of one session."""
         messages: list[dict[str, str]] = [{"role": "system", "content": "You are of use. " * 150}]
-        await asyncio.sleep(random.uniform(0, THINK[1] * 4))
+        await asyncio.sleep(random.uniform(0, BEGIN))
         for turn in range(turns):
             messages.append({"role": "user", "content": f"{number}.{turn} " + "and more of it " * WORDS})
             body = {"model": "sim", "messages": messages, "max_tokens": 8}
@@ -194,7 +196,7 @@ async def run(options: argparse.Namespace, hosts: int, folder: Path, redis_port:
         engines = []
         for _ in range(ENGINES):
             engine = await Engine.start(
-                EngineOptions(dialect="vllm", host=f"{NET}.1", kv_tokens=KV_TOKENS, time_scale=0.05)
+                EngineOptions(dialect="vllm", host=f"{NET}.1", kv_tokens=KV_TOKENS, time_scale=0.02)
             )
             stack.push_async_callback(engine.kill)
             engines.append(engine)

@@ -37,7 +37,7 @@ def test_every_metric_and_file_that_is_named_exists():
     known = {metric.name if isinstance(metric, Histogram) else f"{metric.name}_total" for metric in metrics}
     gauges = "".join(
         (Path(__file__).parent.parent / f"gateway/{name}.py").read_text()
-        for name in ("discovered", "gauges", "jwks", "reload")
+        for name in ("discovered", "gauges", "jwks", "reload", "replicas/joined")
     )
     for name in re.findall(r"`(warmroute_\w+)`", README):
         assert name in known or f'"{name}"' in gauges, name

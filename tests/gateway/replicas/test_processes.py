@@ -286,3 +286,40 @@ async def test_each_writes_a_log_of_its_own(serve: Serve, engine: StartEngine, t
     files = [tmp_path / f"requests-{number}.log" for number in range(PROCESSES)]
     await until(lambda: sum(len(each.read_text().splitlines()) for each in files if each.exists()) == 30, 10)
     assert not (tmp_path / "requests.log").exists()
+
+
+async def test_where_a_new_process_does_not_come_up_those_that_run_stay(
+    serve: Serve, engine: StartEngine, tmp_path: Path
+) -> None:
+    served = await serve(await engine(time_scale=0.0))
+    before = sorted(served.children())
+    file = tmp_path / "warmroute.yaml"
+    text = file.read_text()
+    file.write_text(text + "\nnonsense: 1\n")
+    served.process.send_signal(signal.SIGUSR2)
+    await until(lambda: "those that run stay" in served.text(), 30)
+    assert await asyncio.gather(*[ask(served) for _ in range(12)]) == [200] * 12
+    assert sorted(served.children()) == before
+    file.write_text(text)
+    served.process.send_signal(signal.SIGUSR2)
+    await until(lambda: "goes on with the code" in served.text(), 60)
+    assert await asyncio.gather(*[ask(served) for _ in range(12)]) == [200] * 12
+    await until(lambda: not set(before) & set(served.children()), 30)
+
+
+async def test_a_process_that_hangs_keeps_nobody_from_the_control_plane(serve: Serve, engine: StartEngine) -> None:
+    served = await serve(await engine(time_scale=0.0))
+    stopped = served.children()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        answered = 0
+        for _ in range(6):
+            # What the kernel gives to the one that hangs waits there; any other answers for those that can.
+            try:
+                async with asyncio.timeout(6):
+                    answered += len((await served.get("/workers"))["workers"]) == 1
+            except TimeoutError:
+                pass
+        assert answered
+    finally:
+        os.kill(stopped, signal.SIGCONT)
