@@ -421,7 +421,9 @@ class Routing:
         staged = view.prefill is not None
         if ask.model is not None and ask.prefixed:
             computing = view.targets if view.prefill is None else view.prefill.targets
-            ask.request.crowd = ask.model.demand.crowd(len(computing), now)
+            # Of what others are asked as much is taken to come as here: each has its part of the targets.
+            gateways = 1 if self.replicas is None else 1 + len(self.replicas.peers)
+            ask.request.crowd = ask.model.demand.crowd(len(computing) / gateways, now)
         ask.request.away = home is not None and home not in view.positions and self.fleet.rests(home, now)
         return (self._policy(ask, True) if staged else ask.policy).choose(ask.request, view, now)
 

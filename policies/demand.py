@@ -39,7 +39,7 @@ class Demand:
     _began: float | None = None
     _crowd: float = 0.0
     """What was last told, of how many targets, and when."""
-    _among: int = 0
+    _among: float = 0.0
     _told: float = 0.0
     _sessions: float = FIRST_TURNS
     _asked: float = FIRST_TURNS * FIRST_TURNS
@@ -64,8 +64,9 @@ class Demand:
         self._asked += 1.0
         self.turns = self._asked / self._sessions
 
-    def crowd(self, targets: int, now: float) -> float:
-        """Requests a second that a second of prefill on one of so many targets delays; see the module's head."""
+    def crowd(self, targets: float, now: float) -> float:
+        """Requests a second that a second of prefill on one of so many targets delays; see the module's head. Where several
+        gateways share the targets, ``targets`` is this one's part of them."""
         if self._began is None:
             return 0.0
         if targets == self._among and -MOMENT < now - self._told < MOMENT:
