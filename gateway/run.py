@@ -215,6 +215,7 @@ class Running:
         self._upkeep: asyncio.Task[None] | None = None
         self._examines: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
+        self._handed_over = False
         self._audited: dict[str, list[str]] = {}
         self._evicted: dict[int, int] = {}
         self._observe_at = monotonic() + OBSERVE
@@ -326,7 +327,7 @@ class Running:
         await self.warming.stop()
         if gateway.opened is not None:
             await gateway.opened.stop()
-        await self.lifecycle.stop(CLOSING, keeps=self.keeper is not None)
+        await self.lifecycle.stop(CLOSING, keeps=self.keeper is not None or self._outlived())
         if self.keeper is not None:
             await self.keeper.stop()
         if self.replicas is not None:
@@ -351,6 +352,7 @@ class Running:
 
     async def hand_over(self) -> None:
         """Another process takes new connections from here on: those that are open may end in peace."""
+        self._handed_over = True
         if self._listener is not None:
             self._listener.close()
         self.gateway.server.parting = True
@@ -359,6 +361,13 @@ class Running:
                 await self.hurry.wait()
         except TimeoutError:
             pass
+
+    def _outlived(self) -> bool:
+        """Whether sessions go on elsewhere: at the process that takes its place, or at other hosts."""
+        if self._handed_over or self.replicas is None:
+            return self._handed_over
+        # Those of one host end together; without processes of its own a host has no name.
+        return any(peer.host != self.replicas.host or not peer.host for peer in self.replicas.peers.values())
 
     def lives(self, what: bytes = b".") -> None:
         """Tell the supervisor."""
