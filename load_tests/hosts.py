@@ -38,8 +38,6 @@ THINK = (1.0, 4.0)
 """Seconds between two turns of a session."""
 BEGIN = 30.0
 """Seconds within which sessions begin."""
-WORDS = 500
-"""That a turn adds."""
 PATIENCE = 60.0
 
 
@@ -143,8 +141,10 @@ class Host:
 class Balancer:
     """Sends each request to the next gateway that lives, and tells what came of it."""
 
-    def __init__(self, hosts: list[Host], http: httpx.AsyncClient) -> None:
+    def __init__(self, hosts: list[Host], http: httpx.AsyncClient, words: int) -> None:
+        """``words``: three times as many are added by a turn."""
         self.hosts = hosts
+        self.words = words
         self.http = http
         self.figures = Figures()
         self.homes: dict[int, str] = {}
@@ -156,7 +156,7 @@ class Balancer:
         messages: list[dict[str, str]] = [{"role": "system", "content": "You are of use. " * 150}]
         await asyncio.sleep(random.uniform(0, BEGIN))
         for turn in range(turns):
-            messages.append({"role": "user", "content": f"{number}.{turn} " + "and more of it " * WORDS})
+            messages.append({"role": "user", "content": f"{number}.{turn} " + "and more of it " * self.words})
             body = {"model": "sim", "messages": messages, "max_tokens": 8}
             self._next += 1
             host = self.hosts[self._next % len(self.hosts)]
@@ -214,14 +214,14 @@ async def run(options: argparse.Namespace, hosts: int, folder: Path, redis_port:
         )
         for host in gateways:
             await host.ready(http, hosts - 1)
-        balancer = Balancer(list(gateways), http)
+        balancer = Balancer(list(gateways), http, options.words)
         random = Random(7)
         sessions = [
             asyncio.create_task(balancer.session(number, options.turns, Random(random.random())))
             for number in range(options.sessions)
         ]
         if hosts > 1:
-            await _trouble(options, balancer, gateways, redis, http)
+            await _trouble(options, balancer, gateways, redis, http, sessions)
         await asyncio.gather(*sessions)
         figures = balancer.figures
         stats = [engine.stats() for engine in engines]
@@ -236,12 +236,17 @@ async def run(options: argparse.Namespace, hosts: int, folder: Path, redis_port:
 
 
 async def _trouble(
-    options: argparse.Namespace, balancer: Balancer, gateways: list[Host], redis: Redis, http: httpx.AsyncClient
+    options: argparse.Namespace,
+    balancer: Balancer,
+    gateways: list[Host],
+    redis: Redis,
+    http: httpx.AsyncClient,
+    sessions: list[asyncio.Task[None]],
 ) -> None:
     half = options.sessions * options.turns // 2
     if not options.kill and not options.redis_gone:
         return
-    while sum(balancer.figures.statuses.values()) < half:
+    while sum(balancer.figures.statuses.values()) < half and not all(each.done() for each in sessions):
         await asyncio.sleep(0.05)
     if options.redis_gone:
         redis.kill()
@@ -322,6 +327,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m load_tests.hosts", description=__doc__)
     parser.add_argument("--sessions", type=int, default=400)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--words", type=int, default=500, help="a turn adds three times as many (default 500)")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--redis-gone", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")

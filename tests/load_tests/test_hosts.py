@@ -14,7 +14,7 @@ from tests.conftest import Require
 async def test_a_session_stays_at_home_whichever_host_is_asked_and_when_one_is_killed(require: Require) -> None:
     why = await asyncio.to_thread(possible)
     require("netns", why is None, why or "")
-    options = argparse.Namespace(sessions=40, turns=4, kill=True, redis_gone=0.0)
+    options = argparse.Namespace(sessions=40, turns=4, words=500, kill=True, redis_gone=0.0)
     with tempfile.TemporaryDirectory() as folder:
         figures = await run(options, 2, Path(folder), 16398)
     assert figures.failed == 0
