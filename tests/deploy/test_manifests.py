@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -37,8 +38,18 @@ SECRETS = {
         "CHAT_KEY",
         "TOKEN_KEY",
         "ISOLATION_KEY",
+        "REDIS_PASSWORD",
     )
 }
+
+
+GATEWAYS = ("gateway-a", "gateway-b")
+"""Of the compose file."""
+
+
+def minutes(text: str) -> float:
+    """Seconds of a number of minutes."""
+    return 60.0 * float(text.removesuffix("m"))
 
 
 def documents() -> dict[str, dict[str, Any]]:
@@ -101,7 +112,7 @@ def test_what_discovery_may_do_is_what_it_does() -> None:
 def test_the_compose_file_names_what_exists() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     services = compose["services"]
-    assert {"gateway", "engine-a", "engine-b", "prometheus", "grafana"} == services.keys()
+    assert {"gateway-a", "gateway-b", "redis", "engine-a", "engine-b", "prometheus", "grafana"} == services.keys()
     for name, service in services.items():
         assert "image" in service, name
         assert set(service.get("depends_on", ())) <= services.keys(), name
@@ -117,7 +128,16 @@ def test_the_compose_file_names_what_exists() -> None:
     scraped = {target for job in jobs for each in job["static_configs"] for target in each["targets"]}
     assert {target.split(":")[0] for target in scraped} <= services.keys()
     assert config.metrics is not None
-    assert f"gateway:{config.metrics.port}" in scraped
+    assert {f"{name}:{config.metrics.port}" for name in GATEWAYS} <= scraped
+    assert config.replicas.redis is not None
+    place = urlsplit(config.replicas.redis)
+    assert place.hostname in services
+    for name in GATEWAYS:
+        # Processes of one gateway meet in a folder, and its own files it cannot write.
+        assert config.replicas.processes == 1 or services[name]["tmpfs"] == ["/tmp"]
+        (port,) = services[name]["ports"]
+        assert port.split(":")[1] == str(config.listen.port)
+        assert config.drain + config.drain_limit < minutes(services[name]["stop_grace_period"])
 
 
 def here(text: str, folder: Path) -> str:
@@ -171,7 +191,7 @@ def test_engines_publish_where_the_network_policy_lets_the_gateway_connect() -> 
     assert options.publishes
     told = [*map(str, (options.events_port, options.replay_port))]
     files = [path for path in DEPLOY.rglob("*.yaml") if "tcp://*:" in path.read_text()]
-    assert {path.name for path in files} == {"events.yaml", "configmap.yaml"}
+    assert {path.name for path in files} == {"events.yaml", "sglang.yaml", "configmap.yaml"}
     for path in files:
         found = re.findall(r'endpoint": "tcp://\*:(\d+)"', path.read_text())
         assert set(found) == set(told), path
@@ -186,5 +206,5 @@ def test_the_image_s_command_takes_the_file_that_is_mounted() -> None:
     assert container["args"][-1] == path
     assert any(
         path in volume
-        for volume in yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["gateway"]["volumes"]
+        for volume in yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["gateway-a"]["volumes"]
     )
