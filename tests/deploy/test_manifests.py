@@ -24,6 +24,7 @@ from load_tests.engine.__main__ import options_from, parser as engine_parser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+OPERATOR = DEPLOY / "kubernetes/prometheus-operator"
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))
 SECRETS = {
     name: f"value-of-{name}"
@@ -75,6 +76,9 @@ def test_manifests_fit_together() -> None:
     assert pod["serviceAccountName"] == found["ServiceAccount"]["metadata"]["name"]
     assert pod["volumes"][0]["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
     (container,) = pod["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+    assert "/tmp" in mounts
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert {port["targetPort"] for port in service["ports"]} <= ports.keys()
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "health"}
@@ -86,6 +90,38 @@ def test_manifests_fit_together() -> None:
     assert config.health is not None
     assert ports == {"http": config.listen.port, "metrics": config.metrics.port, "health": config.health.port}
     assert config.drain + config.drain_limit < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_autoscaler_scales_the_deployment_and_is_slow_to_take_away() -> None:
+    found = documents()
+    spec = found["HorizontalPodAutoscaler"]["spec"]
+    deployment = found["Deployment"]
+    assert spec["scaleTargetRef"] == {
+        "apiVersion": deployment["apiVersion"],
+        "kind": deployment["kind"],
+        "name": deployment["metadata"]["name"],
+    }
+    assert spec["minReplicas"] > found["PodDisruptionBudget"]["spec"]["maxUnavailable"]
+    behavior = spec["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] > behavior["scaleUp"]["stabilizationWindowSeconds"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    # Of which a share is asked for.
+    assert "cpu" in container["resources"]["requests"]
+
+
+def test_the_operator_finds_the_metrics_under_the_job_that_alerts_know() -> None:
+    service, monitor = (
+        yaml.safe_load((OPERATOR / f"{name}.yaml").read_text()) for name in ("service", "servicemonitor")
+    )
+    kubernetes_validate.validate(service, kubernetes_validate.latest_version(), strict=True)
+    (container,) = documents()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in container["ports"]}
+    assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "warmroute"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    # Not those of the other Service, which has no such port.
+    clients = documents()["Service"]["metadata"]["labels"]
+    assert not monitor["spec"]["selector"]["matchLabels"].items() <= clients.items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
 
 
 def test_what_discovery_may_do_is_what_it_does() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -74,24 +75,26 @@ async def test_what_it_runs_says_when_it_is_ready_reads_again_and_ends(tmp_path:
             try:
                 heard.append(told.recv(1000))
             except BlockingIOError:
-                assert process.poll() is None, log.read_text()
+                assert process.returncode is None, log.read_text()
             return b"READY=1" in heard
 
-        process = subprocess.Popen([sys.executable, "-P", "-m", "gateway", *command[1:]], stderr=out, env=environment)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "gateway", *command[1:]), stderr=out, env=environment
+        )
         try:
             await until(ready, 90)
             count = int(variables["WARMROUTE_PROCESSES"])
             assert log.read_text().count("] INFO listening on") == count
-            subprocess.run(
-                shlex.split(said("ExecReload").replace("$MAINPID", str(process.pid))), check=True, timeout=30
-            )
+            reload = shlex.split(said("ExecReload").replace("$MAINPID", str(process.pid)))
+            assert await asyncio.wait_for((await asyncio.create_subprocess_exec(*reload)).wait(), 30) == 0
             # Without a change only a signal has them look.
             await until(lambda: log.read_text().count("configuration is unchanged") == count, 60)
             # To the first process only.
             assert said("KillMode") == "mixed"
             process.send_signal(signal.SIGTERM)
-            await until(lambda: process.poll() is not None, 60)
+            await until(lambda: process.returncode is not None, 60)
             assert process.returncode == 0, log.read_text()
         finally:
-            process.kill()
-            process.wait(30)
+            if process.returncode is None:
+                process.kill()
+            await asyncio.wait_for(process.wait(), 30)
