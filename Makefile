@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test lint format test-engines bench clean
 
-.venv/ready: pyproject.toml tests/qwen/fetch.py
+.venv/ready: pyproject.toml tests/qwen/fetch.py tests/deploy/helm.py
 	@test -n "$(PYTHON)" || { echo "warmroute needs Python 3.11 or newer: install one, or run make PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv ..."
 	@$(PYTHON) -m venv .venv || { echo "python cannot make a virtual environment: on Debian or Ubuntu, apt-get install python3-venv"; exit 1; }
@@ -12,6 +12,7 @@ BIN := .venv/bin
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --only-binary=:all: -e '.[engines-llamacpp]' 2>/dev/null || echo "no llama.cpp wheel could be installed here: its tests are reported as not run"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --only-binary=:all: -e '.[fuzz]' 2>/dev/null || echo "no atheris wheel could be installed here: what it guides is reported as not run"
 	@$(BIN)/python -m tests.qwen.fetch .venv/qwen3.5
+	@$(BIN)/python -m tests.deploy.helm .venv/helm
 	@touch $@
 
 demo: .venv/ready

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -23,6 +24,7 @@ from load_tests.engine.__main__ import options_from, parser as engine_parser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+OPERATOR = DEPLOY / "kubernetes/prometheus-operator"
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))
 SECRETS = {
     name: f"value-of-{name}"
@@ -37,8 +39,18 @@ SECRETS = {
         "CHAT_KEY",
         "TOKEN_KEY",
         "ISOLATION_KEY",
+        "REDIS_PASSWORD",
     )
 }
+
+
+GATEWAYS = ("gateway-a", "gateway-b")
+"""Of the compose file."""
+
+
+def minutes(text: str) -> float:
+    """Seconds of a number of minutes."""
+    return 60.0 * float(text.removesuffix("m"))
 
 
 def documents() -> dict[str, dict[str, Any]]:
@@ -64,6 +76,9 @@ def test_manifests_fit_together() -> None:
     assert pod["serviceAccountName"] == found["ServiceAccount"]["metadata"]["name"]
     assert pod["volumes"][0]["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
     (container,) = pod["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+    assert "/tmp" in mounts
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert {port["targetPort"] for port in service["ports"]} <= ports.keys()
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "health"}
@@ -75,6 +90,38 @@ def test_manifests_fit_together() -> None:
     assert config.health is not None
     assert ports == {"http": config.listen.port, "metrics": config.metrics.port, "health": config.health.port}
     assert config.drain + config.drain_limit < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_autoscaler_scales_the_deployment_and_is_slow_to_take_away() -> None:
+    found = documents()
+    spec = found["HorizontalPodAutoscaler"]["spec"]
+    deployment = found["Deployment"]
+    assert spec["scaleTargetRef"] == {
+        "apiVersion": deployment["apiVersion"],
+        "kind": deployment["kind"],
+        "name": deployment["metadata"]["name"],
+    }
+    assert spec["minReplicas"] > found["PodDisruptionBudget"]["spec"]["maxUnavailable"]
+    behavior = spec["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] > behavior["scaleUp"]["stabilizationWindowSeconds"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    # Of which a share is asked for.
+    assert "cpu" in container["resources"]["requests"]
+
+
+def test_the_operator_finds_the_metrics_under_the_job_that_alerts_know() -> None:
+    service, monitor = (
+        yaml.safe_load((OPERATOR / f"{name}.yaml").read_text()) for name in ("service", "servicemonitor")
+    )
+    kubernetes_validate.validate(service, kubernetes_validate.latest_version(), strict=True)
+    (container,) = documents()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in container["ports"]}
+    assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "warmroute"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    # Not those of the other Service, which has no such port.
+    clients = documents()["Service"]["metadata"]["labels"]
+    assert not monitor["spec"]["selector"]["matchLabels"].items() <= clients.items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
 
 
 def test_what_discovery_may_do_is_what_it_does() -> None:
@@ -101,7 +148,7 @@ def test_what_discovery_may_do_is_what_it_does() -> None:
 def test_the_compose_file_names_what_exists() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     services = compose["services"]
-    assert {"gateway", "engine-a", "engine-b", "prometheus", "grafana"} == services.keys()
+    assert {"gateway-a", "gateway-b", "redis", "engine-a", "engine-b", "prometheus", "grafana"} == services.keys()
     for name, service in services.items():
         assert "image" in service, name
         assert set(service.get("depends_on", ())) <= services.keys(), name
@@ -117,7 +164,16 @@ def test_the_compose_file_names_what_exists() -> None:
     scraped = {target for job in jobs for each in job["static_configs"] for target in each["targets"]}
     assert {target.split(":")[0] for target in scraped} <= services.keys()
     assert config.metrics is not None
-    assert f"gateway:{config.metrics.port}" in scraped
+    assert {f"{name}:{config.metrics.port}" for name in GATEWAYS} <= scraped
+    assert config.replicas.redis is not None
+    place = urlsplit(config.replicas.redis)
+    assert place.hostname in services
+    for name in GATEWAYS:
+        # Processes of one gateway meet in a folder, and its own files it cannot write.
+        assert config.replicas.processes == 1 or services[name]["tmpfs"] == ["/tmp"]
+        (port,) = services[name]["ports"]
+        assert port.split(":")[1] == str(config.listen.port)
+        assert config.drain + config.drain_limit < minutes(services[name]["stop_grace_period"])
 
 
 def here(text: str, folder: Path) -> str:
@@ -171,7 +227,7 @@ def test_engines_publish_where_the_network_policy_lets_the_gateway_connect() -> 
     assert options.publishes
     told = [*map(str, (options.events_port, options.replay_port))]
     files = [path for path in DEPLOY.rglob("*.yaml") if "tcp://*:" in path.read_text()]
-    assert {path.name for path in files} == {"events.yaml", "configmap.yaml"}
+    assert {path.name for path in files} == {"events.yaml", "sglang.yaml", "configmap.yaml"}
     for path in files:
         found = re.findall(r'endpoint": "tcp://\*:(\d+)"', path.read_text())
         assert set(found) == set(told), path
@@ -186,5 +242,5 @@ def test_the_image_s_command_takes_the_file_that_is_mounted() -> None:
     assert container["args"][-1] == path
     assert any(
         path in volume
-        for volume in yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["gateway"]["volumes"]
+        for volume in yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["gateway-a"]["volumes"]
     )
