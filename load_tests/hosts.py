@@ -86,7 +86,8 @@ def network(hosts: int) -> Iterator[list[str]]:
 
 
 def _clear(names: list[str]) -> None:
-    for words in (*(["netns", "del", name] for name in names), ["link", "del", BRIDGE]):
+    links = [["link", "del", f"wrv{number}"] for number in range(len(names))]
+    for words in (*(["netns", "del", name] for name in names), *links, ["link", "del", BRIDGE]):
         subprocess.run(["ip", *words], check=False, capture_output=True)
 
 
@@ -332,6 +333,8 @@ def main() -> int:
     parser.add_argument("--redis-gone", type=float, default=0.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    # Whoever ends it, it takes everything away.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     why = possible()
     if why is not None:
         print(f"this cannot be run here: {why}", file=sys.stderr)
