@@ -8,6 +8,7 @@ one the address must be loopback. Requests that a browser makes on another site'
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from os import urandom
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,7 @@ class AdminSite:
         await (web.TCPSite(runner, host, port) if given is None else web.SockSite(runner, given)).start()
         return int(runner.addresses[0][1])
 
-    def _application(self, middlewares: list[Any]) -> web.Application:
+    def _application(self, middlewares: Sequence[Any] = ()) -> web.Application:
         application = web.Application(middlewares=middlewares, client_max_size=0)
         route = application.router
         route.add_get("/", self._page.index)
