@@ -1,4 +1,4 @@
-"""What the compose file runs, run without containers: both gateways with the configuration it mounts, and Redis."""
+"""What the compose file runs, without containers: both gateways with the configuration it mounts, Redis with its command."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-async def started(stack: AsyncExitStack, file: Path) -> None:
+async def started(stack: AsyncExitStack, file: Path, folder: Path) -> None:
     """One gateway with that configuration, which ends with the test."""
-    with file.with_suffix(".log").open("wb") as out:
+    with (folder / "log").open("wb") as out:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "gateway", "serve", "--config", str(file)),
             stderr=out,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(file.parent)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
         )
 
     async def end() -> None:
@@ -81,6 +81,7 @@ async def test_all_processes_of_both_gateways_hear_each_other_and_serve(require:
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=20))
         ports: dict[str, tuple[int, int]] = {}
         for name in GATEWAYS:
+            (tmp_path / name).mkdir()
             clients, metrics = free_ports(2)
             ports[name] = clients, metrics
             told = yaml.safe_load(text)
@@ -89,7 +90,7 @@ async def test_all_processes_of_both_gateways_hear_each_other_and_serve(require:
             told |= {"admin": {"port": 0}, "drain": "0s", "drain_limit": "5s"}
             file = tmp_path / f"{name}.yaml"
             file.write_text(yaml.safe_dump(told))
-            await started(stack, file)
+            await started(stack, file, tmp_path / name)
         processes = yaml.safe_load(text)["replicas"]["processes"]
         everybody = [float(processes * len(GATEWAYS) - 1)] * processes
         for _ in range(450):
@@ -97,7 +98,7 @@ async def test_all_processes_of_both_gateways_hear_each_other_and_serve(require:
             if all(each == everybody for each in counts):
                 break
             await asyncio.sleep(0.2)
-        logs = "\n".join((tmp_path / f"{name}.log").read_text() for name in GATEWAYS)
+        logs = "\n".join((tmp_path / name / "log").read_text() for name in GATEWAYS)
         assert all(each == everybody for each in counts), (counts, logs)
         body = {"model": "sim", "messages": [{"role": "user", "content": "a question " * 50}], "max_tokens": 4}
         homes = set()
