@@ -23,10 +23,9 @@ from gateway.sessions import Session, Sessions
 from gateway.stores import FileStore, Kept, RedisStore, Store, Unsaved
 from gateway.workers import Facts, ServedModel, State, WorkerSpec
 from tests.gateway.conftest import Begin, StartEngine
+from tests.gateway.redis_server import RedisServer
 from tests.gateway.talk import chat, once, request, until
-from tests.gateway.test_keeping import RedisServer, in_redis, kept_in, redis
-
-__all__ = ["redis"]
+from tests.gateway.test_keeping import in_redis, kept_in
 
 
 class Memory:

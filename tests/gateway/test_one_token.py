@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.gateway.conftest import Begin, StartEngine
+from tests.gateway.replicas.test_tokens_shared import asking, two
 from tests.gateway.talk import once, request
-from tests.gateway.test_replicas import asking, two
 from tests.gateway.test_sessions_adversarial import body, ending, fleet, homes, ok
 
 NUMBER = 12
