@@ -133,13 +133,13 @@ async def test_recomputing_is_the_other_policy(start: Start, http: aiohttp.Clien
 
 
 async def test_heartbeats_lengthen_the_lease_while_the_request_waits(start: Start, http: aiohttp.ClientSession) -> None:
-    p, d = await pair(start, lease=0.3, max_running=1, time_scale=0.1)
+    p, d = await pair(start, lease=1.0, max_running=1, time_scale=0.1)
     params = (await prefill(http, p, ASK))["kv_transfer_params"]
-    body = {"model": "sim", "messages": [user("long")], "max_tokens": 8000, "ignore_eos": True}
+    body = {"model": "sim", "messages": [user("long")], "max_tokens": 20000, "ignore_eos": True}
     busy = asyncio.ensure_future(http.post(d.url + CHAT, json=body))
     await until(lambda: d.stats()["running"] == 1)
     waiting = asyncio.ensure_future(chat(http, d, ASK, kv_transfer_params=params))
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(2.0)
     assert told(p)["leases_expired"] == 0
     assert told(p)["pinned_blocks"] > 0
     busy.cancel()
